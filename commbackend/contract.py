@@ -1,0 +1,622 @@
+"""The contract between the engine and what it drives: transports (data) and GEMM providers (compute).
+
+This page is all a stranger needs to write a transport; ``docs/write-a-transport.md`` is a complete one in about 120
+lines and
+``commbackend.testing`` holds the suite that proves one. Roles are classes: a transport implements ``OneSided``
+(symmetric memory,
+put, get, signal, wait), ``Collective`` (all_gather, all_to_all, ...), or both. An ability is a role implemented or a
+field of ``Caps``;
+no method exists to throw. Public verbs check their arguments once for all transports and call the ``_verb`` hook that a
+transport writes.
+
+Words. *rank*, *size*, *peer* are positions in the communicator's group. A *stream* is None for CPU transports (the verb
+runs in the calling
+thread and its effect is complete when it returns) or a ``cudaStream_t`` as int (the verb is enqueued and never blocks
+the host).
+A *deadline* is a value of ``time.monotonic()``. *Collective* calls are made by all ranks in the same order; all others
+are local.
+
+Promises (each one is a test of the suite):
+
+* Order: verbs one thread issues on one stream take effect in call order; a put's slot rises only after that put's
+  bytes are visible to the
+  waiter; a signal is ordered after every earlier put of the same stream to the same peer.
+* Slots: 64-bit, one writer a word, values only grow, a wait is satisfied by >=; ``POISON`` satisfies every wait, and
+  the wait then raises the fault.
+* Every wait ends by its deadline with CommTimeout naming the late peer, the value wanted and the value seen; a
+  warning names it after a tenth.
+* A peer that dies raises PeerDied on every rank that waits for it. A timeout, a death or an abort never looks like
+  success.
+* Faults are sticky: after the first one every verb raises it again until ``close``.
+* ``abort``: any thread, any time, local (it also tells the peers), idempotent, does not block. ``close``: collective
+  with a deadline when healthy,
+  local after a fault; idempotent. Nothing is left behind: no name, descriptor, thread or mapping.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from .errors import CommAborted, CommBackendError, CommTimeout, ShapeError, Unsupported
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = [
+    "POISON",
+    "RECORD_NBYTES",
+    "Caps",
+    "Collective",
+    "GemmKernel",
+    "GemmProblem",
+    "GemmProvider",
+    "GemmSegment",
+    "OneSided",
+    "Rendezvous",
+    "Slot",
+    "SlotTable",
+    "SymBuffer",
+    "Transport",
+    "Window",
+]
+
+log = logging.getLogger("commbackend")
+
+#: The value written into slots when a communicator fails; greater than any value a healthy call uses.
+POISON = 1 << 62
+#: Longest record of ``Transport.post``, in bytes.
+RECORD_NBYTES = 512
+
+
+class Rendezvous(Protocol):
+    """The control plane as transports see it; ``group.Group`` implements it. Used while connecting, growing and
+    closing, never in a call.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def token(
+        self,
+    ) -> (
+        bytes
+    ): ...  # 16 random bytes of rank 0, the same on all ranks: names and authenticates this group's private objects
+
+    def exchange(self, payload: bytes, *, timeout_s: float | None = None) -> list[bytes]:
+        """All-gather of bytes. Collective. Raises CommTimeout naming the ranks that have not come."""
+        ...
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Return when all ranks have called it. Collective."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """Facts about a transport that are not methods. Every field is a promise that the suite tests.
+
+    Attributes:
+        device: "cpu", "cuda" or "any": where the tensors it moves live.
+        one_sided, collective: The roles it implements.
+        scope: How far it reaches: "process", "host", "nvlink" or "cluster".
+        source: "any": ``put`` reads any tensor on the device; "symmetric": only views of its SymBuffers.
+        numerics: "fixed": it never reduces (commbackend sums in rank order); "library": its reductions use their
+            own order and are chosen only when allowed.
+        peer_view: ``Window.at(peer)`` is a tensor that copies and GEMMs may read and write directly.
+        multicast: A SymBuffer has an address whose stores reach all ranks.
+        device_signal: Kernels may poll and raise slots by pointer.
+        stream_ordered: Verbs take a CUDA stream and are enqueued.
+        graph_capture: Those verbs may be captured in a CUDA graph.
+        copy_engine: ``put`` needs no SM.
+        abortable: ``abort`` releases waits that are already blocked.
+        bounded_wait: Waits end by their deadline without help from outside.
+        nonblocking: ``put`` returns before the bytes have moved (a flush or a slot tells).
+    """
+
+    device: str
+    one_sided: bool = False
+    collective: bool = False
+    scope: str = "process"
+    source: str = "any"
+    numerics: str = "fixed"
+    peer_view: bool = False
+    multicast: bool = False
+    device_signal: bool = False
+    stream_ordered: bool = False
+    graph_capture: bool = False
+    copy_engine: bool = False
+    abortable: bool = True
+    bounded_wait: bool = True
+    nonblocking: bool = False
+
+
+class SymBuffer(ABC):
+    """Symmetric memory: the same number of bytes at every rank, reachable by all. Made by ``OneSided.alloc``."""
+
+    nbytes: int
+
+    @property
+    @abstractmethod
+    def local(self) -> Tensor:
+        """This rank's bytes: a 1-D uint8 tensor of ``nbytes`` elements."""
+
+    @abstractmethod
+    def view(self, rank: int) -> Tensor | None:
+        """``rank``'s bytes as a 1-D uint8 tensor that loads and stores reach, or None where the transport gives no
+        view.
+        """
+
+    @property
+    def multicast(self) -> Tensor | None:
+        """Bytes whose stores reach all ranks, or None."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back. Collective when healthy (peers may still be reading), local after a fault; idempotent."""
+
+    def window(
+        self, offset: int, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
+    ) -> Window:
+        """Name a tensor inside the buffer, the same on all ranks. Local, cheap, allocates no memory.
+
+        Args:
+            offset: First byte; a multiple of the element size.
+            shape, stride: In elements; ``stride`` defaults to row-major.
+        Raises:
+            ShapeError: The tensor does not fit in the buffer.
+        """
+        shape = tuple(shape)
+        if stride is None:
+            packed, acc = [], 1
+            for extent in reversed(shape):
+                packed.append(acc)
+                acc *= max(extent, 1)
+            stride = tuple(reversed(packed))
+        last = sum((e - 1) * s for e, s in zip(shape, stride, strict=True)) if all(shape) else -1
+        if offset < 0 or offset % dtype.itemsize or offset + (last + 1) * dtype.itemsize > self.nbytes:
+            raise ShapeError(
+                f"window of shape {shape}, stride {tuple(stride)}, {dtype} at byte {offset} does not fit a buffer of {self.nbytes} bytes"
+            )
+        return Window(self, offset, shape, tuple(stride), dtype)
+
+
+class Window:
+    """A tensor inside a SymBuffer, named symmetrically: the same offset, shape and strides at every rank."""
+
+    __slots__ = ("_views", "buffer", "dtype", "offset", "shape", "stride")
+
+    def __init__(
+        self, buffer: SymBuffer, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self.buffer, self.offset, self.shape, self.stride, self.dtype = buffer, offset, shape, stride, dtype
+        self._views: dict[int, Tensor | None] = {}
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's tensor."""
+        found = self._views.get(-1)
+        if found is None:
+            found = self._views[-1] = self._shape(self.buffer.local)
+        return found
+
+    def at(self, rank: int) -> Tensor | None:
+        """``rank``'s tensor, or None where the transport gives no view of it."""
+        if rank not in self._views:
+            raw = self.buffer.view(rank)
+            self._views[rank] = None if raw is None else self._shape(raw)
+        return self._views[rank]
+
+    def _shape(self, raw: Tensor) -> Tensor:
+        # Views through a 1-D typed view, so that offset and strides are counted in elements.
+        usable = raw.numel() - raw.numel() % self.dtype.itemsize
+        typed = raw[:usable].view(self.dtype)
+        return typed.as_strided(self.shape, self.stride, typed.storage_offset() + self.offset // self.dtype.itemsize)
+
+
+class SlotTable(ABC):
+    """``words`` 64-bit slots for every writer, at every rank, zero at first. Made by ``OneSided.alloc_slots``."""
+
+    words: int
+
+    @abstractmethod
+    def read(self, writer: int, word: int) -> int:
+        """The present value of ``writer``'s word at this rank (for diagnosis and tests; waiting is ``OneSided.wait``)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the words back; as ``SymBuffer.close``."""
+
+
+class Slot(NamedTuple):
+    """A word and the value it is raised to or waited for. Its writer is the rank that puts or signals."""
+
+    table: SlotTable
+    word: int
+    value: int
+
+
+class Transport(ABC):
+    """What every transport is. Subclass ``OneSided``, ``Collective`` or both.
+
+    A transport file holds one class; ``registry`` names it. Construction is ``connect``; there is one instance a
+    communicator.
+    """
+
+    name: ClassVar[str]
+    caps: Caps
+
+    def __init__(self, group: Rendezvous) -> None:
+        self.rank, self.size, self.timeout_s = group.rank, group.size, group.timeout_s
+        self.closed = False
+        #: Name of the call that is running, for messages; the engine sets both.
+        self.op, self.seq = "", -1
+        self._fault: CommBackendError | None = None
+        self._fault_lock = threading.Lock()
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, device: torch.device) -> None:
+        """Raise Unavailable(reason, hint) if this process cannot use the transport on ``device``. Local, cheap, leaves
+        nothing behind.
+        """
+
+    @classmethod
+    @abstractmethod
+    def connect(cls, group: Rendezvous, device: torch.device, options: Mapping[str, Any]) -> Transport:
+        """Join all ranks of ``group``. Collective; proves reach by moving real bytes between every pair that will use it.
+
+        Raises:
+            Unavailable: Some pair cannot reach each other; raised on every rank, memory back to where it was.
+            CommTimeout, PeerDied: A rank did not come or died.
+        """
+
+    # -- agreement: a record of every call, readable by all ranks
+    # --------------------------------------------------------------------
+    def post(self, seq: int, record: bytes) -> None:
+        """Publish this rank's record of call ``seq`` (at most RECORD_NBYTES bytes). Local, does not wait for peers.
+
+        A record stays readable until this rank posts ``seq + 2``: the credits of a call keep ranks within two calls of
+        each other.
+        """
+        self._ready()
+        if len(record) > RECORD_NBYTES:
+            raise ShapeError(f"record of {len(record)} bytes: at most {RECORD_NBYTES}")
+        self._post(seq, record)
+
+    def record(self, peer: int, seq: int, deadline: float) -> bytes:
+        """Return ``peer``'s record of call ``seq``, waiting for it until ``deadline``. Raises as ``OneSided.wait``
+        does.
+        """
+        self._ready()
+        return self._record(peer, seq, deadline)
+
+    def _post(self, seq: int, record: bytes) -> None:
+        raise Unsupported(f"transport {self.name!r} publishes no records")
+
+    def _record(self, peer: int, seq: int, deadline: float) -> bytes:
+        raise Unsupported(f"transport {self.name!r} publishes no records")
+
+    def barrier(self, deadline: float) -> None:
+        """Return when all ranks have called it. Collective. Raises CommTimeout naming the late ranks at ``deadline``."""
+        self._ready()
+        self._barrier(deadline)
+
+    @abstractmethod
+    def _barrier(self, deadline: float) -> None: ...
+
+    # -- faults
+    # ----------------------------------------------------------------------------------------------------------------------
+    @property
+    def fault(self) -> CommBackendError | None:
+        """The first fault, or None while healthy. Sticky."""
+        return self._fault
+
+    def fail(self, cause: CommBackendError) -> CommBackendError:
+        """Make ``cause`` the sticky fault unless there is one; release every blocked wait here; return the first fault.
+        Any thread.
+        """
+        with self._fault_lock:
+            first = self._fault is None
+            if self._fault is None:
+                self._fault = cause
+            fault = self._fault
+        if first:
+            self._release()
+        return fault
+
+    def abort(self, reason: str, cause: CommBackendError | None = None) -> None:
+        """Fail this rank and tell the peers, who raise the same cause. Any thread, idempotent, does not block."""
+        if self.closed:
+            return
+        fault = self.fail(
+            cause
+            or CommAborted(
+                f"rank {self.rank} aborted the communicator: {reason}", rank=self.rank, op=self.op, seq=self.seq
+            )
+        )
+        self._tell(fault)
+
+    def _release(self) -> None:  # noqa: B027 - a transport whose waits poll ``self._fault`` needs nothing here
+        """Hook: wake waits that are blocked in this process (poison the local words)."""
+
+    def _tell(self, fault: CommBackendError) -> None:  # noqa: B027 - peers of a transport without a side channel find out by deadline
+        """Hook: tell the peers of ``fault`` without blocking; they ``fail`` with an equal exception.
+        ``errors.pack_fault`` is the wire form.
+        """
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Leave. Collective with a deadline when healthy (all ranks call it), local after a fault. Idempotent; never
+        leaves anything behind.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        self._close(self.timeout_s if timeout_s is None else timeout_s)
+
+    @abstractmethod
+    def _close(self, timeout_s: float) -> None: ...
+
+    def _ready(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+        if self.closed:
+            raise CommAborted(f"transport {self.name!r} of rank {self.rank} is closed", rank=self.rank)
+
+    def _peer(self, peer: int) -> None:
+        if not 0 <= peer < self.size:
+            raise ShapeError(f"peer {peer}: the group has ranks 0...{self.size - 1}")
+
+
+class OneSided(Transport):
+    """The role of transports with symmetric memory."""
+
+    def alloc(self, nbytes: int) -> SymBuffer:
+        """Allocate ``nbytes`` (> 0) at every rank, zero-filled. Collective: all ranks pass the same number.
+
+        Raises:
+            HeapExhausted: On every rank, naming needed and available bytes and the rank that lacks them; nothing
+                stays allocated.
+            CollectiveMismatch: Ranks pass different numbers.
+        """
+        self._ready()
+        if nbytes <= 0:
+            raise ShapeError(f"alloc of {nbytes} bytes: must be positive")
+        return self._alloc(nbytes)
+
+    def alloc_slots(self, words: int) -> SlotTable:
+        """Allocate ``words`` slots for every writer at every rank, zero. Collective."""
+        self._ready()
+        if words <= 0:
+            raise ShapeError(f"alloc_slots of {words} words: must be positive")
+        return self._alloc_slots(words)
+
+    def put(self, dst: Window, src: Tensor, peer: int, *, slot: Slot | None = None, stream: int | None = None) -> None:
+        """Copy ``src`` into ``dst`` at ``peer`` (which may be this rank), then raise ``slot`` there. Zero elements: only the slot rises.
+
+        Args:
+            src: Same shape and dtype as ``dst``, any strides; on the transport's device. With ``caps.source ==
+                "symmetric"`` a view of ``SymBuffer.local``.
+                It may be reused when the put has completed on ``stream`` (on a CPU: when the call returns).
+        Raises:
+            ShapeError: Shape, dtype or device differ, before a byte moves.
+        """
+        self._ready()
+        self._peer(peer)
+        self._same(dst, src)
+        self._put(dst, src, peer, slot, stream)
+
+    def get(self, dst: Tensor, src: Window, peer: int, *, stream: int | None = None) -> None:
+        """Copy ``src`` at ``peer`` into ``dst``. What makes ``src`` ready is for the caller to have waited for."""
+        self._ready()
+        self._peer(peer)
+        self._same(src, dst)
+        self._get(dst, src, peer, stream)
+
+    def signal(self, peer: int, slot: Slot, *, stream: int | None = None) -> None:
+        """Raise ``slot`` of this rank's block at ``peer``, after every earlier verb of this stream."""
+        self._ready()
+        self._peer(peer)
+        self._signal(peer, slot, stream)
+
+    def wait(self, peer: int, slot: Slot, *, deadline: float, stream: int | None = None) -> None:
+        """Wait until ``peer`` has raised its word here to ``slot.value`` or more; what it covers is then visible to this rank.
+
+        On a stream: enqueue that wait; the deadline is kept by a watch thread or inside the wait kernel.
+
+        Raises:
+            CommTimeout: At ``deadline``, with rank, op, seq, wanted and seen. The communicator has failed then.
+            PeerDied, CommAborted: The first fault of the communicator.
+        """
+        self._ready()
+        self._peer(peer)
+        if stream is not None:
+            self._enqueue_wait(peer, slot, deadline, stream)
+            return
+        start = time.monotonic()
+        if not self._wait(peer, slot, min(deadline, start + (deadline - start) / 10)) and self._fault is None:
+            log.warning(
+                "commbackend: rank %d has waited %.1f s for rank %d in %s (call %d): word %d is %d, wanted %d",
+                self.rank, time.monotonic() - start, peer, self.op or "a call", self.seq, slot.word, slot.table.read(peer, slot.word), slot.value,
+            )  # fmt: skip
+            self._wait(peer, slot, deadline)
+        if self._fault is not None:
+            raise self._fault
+        seen = slot.table.read(peer, slot.word)
+        if seen < slot.value:
+            message = (
+                f"rank {self.rank} waited {time.monotonic() - start:.3f} s for rank {peer} in {self.op or 'a call'} (call {self.seq}):"
+                f" word {slot.word} is {seen}, wanted {slot.value}"
+            )
+            late = CommTimeout(message, rank=peer, op=self.op, seq=self.seq, wanted=slot.value, seen=seen)
+            self.abort(message, late)
+            raise self._fault or late
+
+    @abstractmethod
+    def _alloc(self, nbytes: int) -> SymBuffer: ...
+    @abstractmethod
+    def _alloc_slots(self, words: int) -> SlotTable: ...
+    @abstractmethod
+    def _put(self, dst: Window, src: Tensor, peer: int, slot: Slot | None, stream: int | None) -> None: ...
+    @abstractmethod
+    def _get(self, dst: Tensor, src: Window, peer: int, stream: int | None) -> None: ...
+    @abstractmethod
+    def _signal(self, peer: int, slot: Slot, stream: int | None) -> None: ...
+    @abstractmethod
+    def _wait(self, peer: int, slot: Slot, until: float) -> bool:
+        """Hook: block until the word has its value (True), ``until`` passes (False), or ``self._fault`` is set (False,
+        at once).
+        """
+
+    def _enqueue_wait(self, peer: int, slot: Slot, deadline: float, stream: int) -> None:
+        """Hook of stream-ordered transports."""
+        raise Unsupported(f"transport {self.name!r} has no streams")
+
+    def _same(self, window: Window, tensor: Tensor) -> None:
+        if tuple(tensor.shape) != window.shape or tensor.dtype != window.dtype:
+            raise ShapeError(
+                f"tensor of shape {tuple(tensor.shape)}, {tensor.dtype} for a window of shape {window.shape}, {window.dtype}"
+            )
+
+
+class Collective(Transport):
+    """The role of transports that offer collectives. Ranks issue them in the same order; counts may differ between ranks, agreed beforehand.
+
+    On a CPU a verb has completed when it returns; with a stream it is enqueued. Empty tensors are allowed everywhere.
+    """
+
+    def all_gather(self, dsts: Sequence[Tensor], src: Tensor, *, stream: int | None = None) -> None:
+        """Every rank's ``src`` into ``dsts[rank]`` of every rank. ``dsts`` may be strided views; any dtype, moved as
+        bytes.
+        """
+        self._ready()
+        self._counts("dsts", dsts)
+        self._all_gather(dsts, src, stream)
+
+    def all_to_all(self, dsts: Sequence[Tensor], srcs: Sequence[Tensor], *, stream: int | None = None) -> None:
+        """``srcs[p]`` of this rank into ``dsts[rank]`` of rank p. Strided views and any dtype as in ``all_gather``."""
+        self._ready()
+        self._counts("dsts", dsts)
+        self._counts("srcs", srcs)
+        self._all_to_all(dsts, srcs, stream)
+
+    def reduce_scatter(
+        self, dst: Tensor, srcs: Sequence[Tensor], *, op: str = "sum", stream: int | None = None
+    ) -> None:
+        """Sum over ranks of their ``srcs[rank]`` into ``dst``, in the library's own order (``numerics="library"``)."""
+        self._ready()
+        self._counts("srcs", srcs)
+        self._reduce_scatter(dst, srcs, op, stream)
+
+    def all_reduce(self, dst: Tensor, src: Tensor, *, op: str = "sum", stream: int | None = None) -> None:
+        """Sum over ranks of ``src`` into ``dst``, in the library's own order (``numerics="library"``)."""
+        self._ready()
+        self._all_reduce(dst, src, op, stream)
+
+    @abstractmethod
+    def _all_gather(self, dsts: Sequence[Tensor], src: Tensor, stream: int | None) -> None: ...
+    @abstractmethod
+    def _all_to_all(self, dsts: Sequence[Tensor], srcs: Sequence[Tensor], stream: int | None) -> None: ...
+    @abstractmethod
+    def _reduce_scatter(self, dst: Tensor, srcs: Sequence[Tensor], op: str, stream: int | None) -> None: ...
+    @abstractmethod
+    def _all_reduce(self, dst: Tensor, src: Tensor, op: str, stream: int | None) -> None: ...
+
+    def _counts(self, name: str, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != self.size:
+            raise ShapeError(f"{name} has {len(tensors)} tensors: one a rank, {self.size}, is needed")
+
+
+# -- GEMM
+# ----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GemmProblem:
+    """What a kernel is prepared for. out (m, n) = a (m, k) @ b (n, k).T; fp32 accumulation for 16-bit types.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        dtype, out_dtype: Names without "torch."; operands and result.
+        polls: Whether segments carry ready/done slots that the kernel itself polls and raises.
+        bias, addends, scales: Whether segments carry them.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    out_dtype: str
+    device: str
+    polls: bool = False
+    bias: bool = False
+    addends: bool = False
+    scales: bool = False
+
+
+@dataclass(slots=True)
+class GemmSegment:
+    """Rows of one product, as tensors. out = a @ b.T (+ bias) (+ addends, in order, in fp32 before rounding).
+
+    Attributes:
+        a: (rows, k), any strides. b: (n, k), any strides (``weight`` and ``weight.T`` views alike). out: (rows, n),
+        unit column stride.
+        bias: (n,) or None.
+        ready: (writer, Slot) pairs the kernel waits for before it reads ``a``; done: (peer, Slot) pairs it raises after
+        ``out`` is stored.
+        scale_a, scale_b: fp8 scales, per tensor (one element) or per row, or None.
+    """
+
+    a: Tensor
+    b: Tensor
+    out: Tensor
+    bias: Tensor | None = None
+    addends: tuple[Tensor, ...] = ()
+    ready: tuple[tuple[int, Slot], ...] = ()
+    done: tuple[tuple[int, Slot], ...] = ()
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+
+
+class GemmKernel(Protocol):
+    """A prepared launch. Calling it allocates nothing, compiles nothing and never synchronises.
+
+    ``granularity`` is the number of rows its tiles cover: chunk borders at multiples of it waste no work.
+    """
+
+    @property
+    def granularity(self) -> int: ...
+
+    def __call__(self, segments: Sequence[GemmSegment], *, stream: int | None = None, sm_limit: int = 0) -> None: ...
+
+
+class GemmProvider(ABC):
+    """A source of GEMM kernels."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, device: torch.device) -> None:
+        """Raise Unavailable(reason, hint) if this process cannot use the provider on ``device``. Local and cheap."""
+
+    @abstractmethod
+    def supports(self, problem: GemmProblem) -> str | None:
+        """Return None if ``problem`` can be served, else the reason in one line."""
+
+    @abstractmethod
+    def prepare(self, problem: GemmProblem) -> GemmKernel:
+        """Load, compile and allocate all a launch needs, for every value its arguments can take. Cached. Raises
+        Unsupported with ``supports``' reason.
+        """

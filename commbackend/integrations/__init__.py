@@ -1,0 +1,1 @@
+"""Adapters for training and serving frameworks, one file each; none is imported unless asked for."""
