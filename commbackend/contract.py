@@ -54,6 +54,7 @@ __all__ = [
     "RECORD_NBYTES",
     "Caps",
     "Collective",
+    "DeviceSlotTable",
     "GemmKernel",
     "GemmProblem",
     "GemmProvider",
@@ -239,6 +240,18 @@ class SlotTable(ABC):
         """Give the words back; as ``SymBuffer.close``."""
 
 
+class DeviceSlotTable(SlotTable):
+    """A SlotTable whose words kernels poll and raise by address. Transports with ``caps.device_signal`` make these."""
+
+    @abstractmethod
+    def address(self, writer: int, word: int) -> int:
+        """Device address, at this rank, of the word that ``writer`` raises here."""
+
+    @abstractmethod
+    def peer_address(self, peer: int, word: int) -> int:
+        """Device address, mapped into this process, of the word that this rank raises at ``peer``."""
+
+
 class Slot(NamedTuple):
     """A word and the value it is raised to or waited for. Its writer is the rank that puts or signals."""
 
@@ -277,6 +290,9 @@ class Transport(ABC):
     def connect(cls, group: Rendezvous, device: torch.device, options: Mapping[str, Any]) -> Transport:
         """Join all ranks of ``group``. Collective; proves reach by moving real bytes between every pair that will use it.
 
+        Args:
+            options: Settings of the communicator by name (``config.Config``), and more that a caller gives. A transport
+                takes those it knows and leaves the others alone.
         Raises:
             Unavailable: Some pair cannot reach each other; raised on every rank, memory back to where it was.
             CommTimeout, PeerDied: A rank did not come or died.

@@ -24,6 +24,7 @@ __all__ = [
     "ShapeError",
     "Unavailable",
     "Unsupported",
+    "UnsupportedDtype",
     "pack_fault",
     "unpack_fault",
 ]
@@ -55,16 +56,16 @@ class Unsupported(CommBackendError, NotImplementedError):
     """The request is well formed, but no implementation here can serve it; the message says what to use instead."""
 
 
+class UnsupportedDtype(Unsupported, TypeError):
+    """The element type cannot be summed or multiplied here; raised before a byte moves."""
+
+
 class ShapeError(CommBackendError, ValueError):
     """A tensor's shape, layout or dtype does not fit the call; raised before a byte moves."""
 
 
 class PlanError(CommBackendError):
     """A plan breaks one of the rules of ``check``; always a bug of a planner, never of the user's data."""
-
-
-class CollectiveMismatch(CommBackendError, ValueError):
-    """Ranks of one communicator disagree on what the call is; raised on every rank, naming both values."""
 
 
 class ConcurrentUse(CommBackendError, RuntimeError):
@@ -117,6 +118,10 @@ class CommTimeout(_FaultError, TimeoutError):
         self.seen = seen
 
 
+class CollectiveMismatch(_FaultError, ValueError):
+    """Ranks of one communicator disagree on what the call is; raised on every rank, naming both values."""
+
+
 class PeerDied(_FaultError, ConnectionError):
     """A peer's process ended while this rank was using the communicator."""
 
@@ -126,7 +131,7 @@ class CommAborted(_FaultError):
 
 
 # The wire form of a fault: a fixed struct and text that is only ever shown. Kinds are numbered for good.
-_KINDS: tuple[type[_FaultError], ...] = (CommAborted, CommTimeout, PeerDied)
+_KINDS: tuple[type[_FaultError], ...] = (CommAborted, CommTimeout, PeerDied, CollectiveMismatch)
 _FAULT = struct.Struct("<4sBiqqqH")
 _MAGIC = b"cbF1"
 #: Bytes of a packed fault, always.

@@ -20,8 +20,8 @@ Words (all integers are rows, elements or ranks; bytes are always called ``nbyte
 * Heap buffers live in one **half** of the symmetric heap; calls alternate halves by their sequence number. ``CREDIT``
   (word 1) raised by a peer to s says "I have finished everything of call s, also reading what others wrote to me and
   what
-  I read from others"; whoever writes into a half that call s - 2 used waits for CREDIT >= s - 2 (``delta=-2``) from the rank that owns the
-  half (and, where peers read from it directly, from those readers) first.
+  I read from others"; whoever writes into a half that call s - 2 used waits for CREDIT >= s - 2 (``delta=-2``) from the
+  rank that owns the half (and, where peers read from it directly, from those readers) first.
 * The order of ``steps`` is the enqueue order. ``after`` names earlier steps of the same program; steps of one lane
   run in
   their order. Lane 0 is the caller's: its thread on a CPU, its current stream on a GPU.
@@ -204,11 +204,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows of one product. ``nt``: out = a @ b.T (+ bias) (+ addends); ``tn``: out = a.T @ b.
+    """Rows of one product. ``nt``: out = a @ b.T (+ bias) (+ addends); ``nn``: out = a @ b, likewise; ``tn``: out =
+    a.T @ b.
 
     Attributes:
-        a, b: Operands as stored: nt (rows, K) and (N, K); tn (M, N) and (M, K).
-        out: nt (rows, N); tn (N, K). ``out.at`` may be a peer where the transport gives peer views.
+        a, b: Operands as stored: nt (rows, K) and (N, K); nn (rows, K) and (K, N); tn (M, N) and (M, K).
+        out: nt, nn (rows, N); tn (N, K). ``out.at`` may be a peer where the transport gives peer views.
         bias: One row of N elements, or None.
         addends: Regions shaped like ``out``, added in this order in fp32 before rounding.
         ready: (peer, word) pairs that a polling kernel waits for before it reads ``a``; () in the gated form.
@@ -226,7 +227,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """One launch of the GEMM provider over ``segments``, in their order."""
+    """One launch of the GEMM provider over ``segments``, in their order. ``form``: "nt", "nn" or "tn", see ``Segment``."""
 
     lane: int
     after: tuple[int, ...]
@@ -365,7 +366,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One call of all ranks. ``meta`` is for people and files only (schedule, chunks, problem...); nothing executes it."""
+    """One call of all ranks. ``meta`` is for people and files (schedule, chunks, problem...); nothing executes it."""
 
     op: str
     size: int

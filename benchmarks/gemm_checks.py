@@ -1,0 +1,392 @@
+"""Checks of the flag kernels on one GPU: they multiply, wait, raise, fail and reduce as promised. ``gemm_flags.py`` runs them first.
+
+Each ``check_*`` function prints one line a promise and adds what is broken to ``FAILED``. Several streams of one GPU stand for
+the ranks, so memory order between GPUs is not proven here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from commbackend.contract import POISON, DeviceSlotTable, GemmProblem, GemmSegment, Slot
+from commbackend.errors import CommAborted, CommTimeout
+from commbackend.gemm.triton_launch import Runtime
+from commbackend.gemm.triton_reduce import OneShotAllReduce, ReduceKernel
+from commbackend.gemm.triton_tile import TritonTile
+
+START = time.perf_counter()
+FAILED: list[str] = []
+DEV = torch.device("cuda")
+
+
+class Words(DeviceSlotTable):
+    """Slots in this GPU's memory: row 0 is read here, row 1 stands for the peers'."""
+
+    def __init__(self, words: int = 256) -> None:
+        self.words = words
+        self.memory = torch.zeros((2, words), dtype=torch.int64, device=DEV)
+
+    def read(self, writer: int, word: int) -> int:
+        return int(self.memory[0, word])
+
+    def close(self) -> None:
+        """Nothing to give back: the tensor is."""
+
+    def address(self, writer: int, word: int) -> int:
+        return self.memory.data_ptr() + 8 * word
+
+    def peer_address(self, peer: int, word: int) -> int:
+        return self.memory.data_ptr() + 8 * (self.words + word)
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - START:6.1f} s] {text}", flush=True)
+
+
+def error_of(out: torch.Tensor, want: torch.Tensor) -> float:
+    if not torch.isfinite(out.float()).all():
+        return float("inf")
+    return float((out.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+
+
+def expect(name: str, good: bool, detail: str = "") -> None:
+    FAILED.extend([] if good else [name])
+    say(f"{'ok  ' if good else 'FAIL'} {name} {detail}")
+
+
+def reference(segments: Sequence[GemmSegment]) -> list[torch.Tensor]:
+    wants = []
+    for s in segments:
+        want = s.a.float() @ s.b.float().t()
+        if s.scale_a is not None and s.scale_b is not None:
+            want *= s.scale_a.reshape(-1, 1) * s.scale_b.reshape(1, -1)
+        for extra in (*(() if s.bias is None else (s.bias,)), *s.addends):
+            want += extra.float()
+        wants.append(want)
+    return wants
+
+
+def problem(m: int, n: int, k: int, *, polls: bool = False, dtype: str = "bfloat16", **flags: bool) -> GemmProblem:
+    return GemmProblem(
+        m, n, k, dtype, "bfloat16" if dtype.startswith("float8") else dtype, "cuda", polls=polls, **flags
+    )
+
+
+class Case:
+    """One product in every form."""
+
+    def __init__(self, m: int, n: int, k: int, ranks: int = 2) -> None:
+        self.m, self.n, self.k, self.ranks = m, n, k, ranks
+        self.words = Words()
+        self.words.memory[0].fill_(1 << 40)
+        self.gathered = torch.randn(m, k, device=DEV, dtype=torch.bfloat16)
+        self.w = torch.randn(n, k, device=DEV, dtype=torch.bfloat16)
+        self.out = torch.empty(m, n, device=DEV, dtype=torch.bfloat16)
+        rows = m // ranks
+        self.x = self.gathered[:rows].clone()
+        self.send = torch.empty(m, n, device=DEV, dtype=torch.bfloat16)
+        self.partials = [torch.randn(rows, n, device=DEV, dtype=torch.bfloat16) for _ in range(ranks - 1)]
+
+    def consume(self, chunks: int, seq: int = 7) -> list[GemmSegment]:
+        rows = self.m // self.ranks
+        segments = [GemmSegment(self.x, self.w, self.out[:rows])]
+        for c in range(chunks):
+            for peer in range(1, self.ranks):
+                lo, hi = peer * rows + c * rows // chunks, peer * rows + (c + 1) * rows // chunks
+                ready = ((peer, Slot(self.words, peer * 8 + c, seq)),)
+                segments.append(GemmSegment(self.gathered[lo:hi], self.w, self.out[lo:hi], ready=ready))
+        return segments
+
+    def produce(self, chunks: int, fold: bool, seq: int = 7) -> list[GemmSegment]:
+        rows = self.m // self.ranks
+        segments = []
+        for peer in range(1, self.ranks):
+            for c in range(chunks):
+                lo, hi = peer * rows + c * rows // chunks, peer * rows + (c + 1) * rows // chunks
+                done = ((peer, Slot(self.words, 100 + peer * 8 + c, seq)),)
+                segments.append(GemmSegment(self.gathered[lo:hi], self.w, self.send[lo:hi], done=done))
+        ready = tuple((p, Slot(self.words, p, seq)) for p in range(1, self.ranks)) if fold else ()
+        own = GemmSegment(
+            self.gathered[:rows], self.w, self.out[:rows], addends=tuple(self.partials) if fold else (), ready=ready
+        )
+        return [*segments, own]
+
+
+def check_products(provider: TritonTile) -> None:
+    """Layouts, ragged sizes, bias, addends, fp16 and fp8, with and without slots, against fp32."""
+    g = torch.Generator(device=DEV).manual_seed(1)
+
+    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, device=DEV, generator=g).to(dtype)
+
+    cases = (
+        ("ragged rows", (200, 1, 0, 333), 512, 256, {}), ("ragged n and k", (130, 70), 1000, 1048, {"bias": True}),
+        ("odd sizes", (33, 100), 77, 45, {"bias": True, "adds": 2}), ("b by columns", (256, 100), 768, 512, {"b_cols": True}),
+        ("addends", (300, 256), 1024, 512, {"adds": 3, "bias": True}), ("fp16", (128, 129), 512, 264, {"dtype": torch.float16}),
+        ("transposed a", (128, 64), 256, 192, {"transposed": True}), ("one row", (1, 1), 4096, 512, {}), ("k of 8", (64, 64), 64, 8, {}),
+    )  # fmt: skip
+    for polls in (False, True):
+        for name, rows, n, k, o in cases:
+            dtype: Any = o.get("dtype", torch.bfloat16)
+            total = sum(rows)
+            x, heap = random(rows[0], k, dtype=dtype), random(total, k, dtype=dtype)
+            if o.get("transposed"):
+                x, heap = random(k, rows[0], dtype=dtype).t(), random(k, total, dtype=dtype).t()
+            b = random(k, n, dtype=dtype).t() if o.get("b_cols") else random(n, k, dtype=dtype)
+            out = torch.full((total, n), float("nan"), device=DEV, dtype=dtype)
+            bias = random(n, dtype=dtype) if o.get("bias") else None
+            words, segments, at = Words(), [], 0
+            words.memory[0].fill_(5)
+            for i, count in enumerate(rows):
+                part = slice(at, at + count)
+                adds = tuple(random(count, n, dtype=dtype) for _ in range(int(o.get("adds", 0))))
+                ready = ((1, Slot(words, i, 5)),) if polls and i else ()
+                done = ((1, Slot(words, 20 + i, 9)),) if polls else ()
+                segments.append(GemmSegment(heap[part] if i else x, b, out[part], bias, adds, ready, done))
+                at += count
+            flags = {"bias": bias is not None, "addends": bool(o.get("adds"))}
+            p = problem(total, n, k, polls=polls, dtype=str(dtype).removeprefix("torch."), **flags)
+            provider.prepare(p)(segments)
+            torch.cuda.synchronize()
+            wants = reference(segments)
+            worst = max(error_of(s.out, w) for s, w in zip(segments, wants, strict=True) if w.numel())
+            raised = not polls or words.memory[1, 20 : 20 + len(rows)].tolist() == [9] * len(rows)
+            expect(
+                f"product: {name}{', polling' if polls else ''}",
+                worst < 5e-3 and raised,
+                f"error {worst:.1e} raised {raised}",
+            )
+
+
+def check_fp8(provider: TritonTile) -> None:
+    """fp8 with per-tensor and per-row scales against fp32."""
+    for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for per_row in (False, True):
+            a, b = torch.randn(300, 512, device=DEV).to(kind), torch.randn(768, 512, device=DEV).to(kind)
+            out = torch.full((300, 768), float("nan"), device=DEV, dtype=torch.bfloat16)
+            scale_a = torch.rand(300 if per_row else 1, device=DEV) + 0.5
+            scale_b = torch.rand(768 if per_row else 1, device=DEV) + 0.5
+            parts = [slice(0, 100), slice(100, 300)]
+            segments = [
+                GemmSegment(a[p], b, out[p], scale_a=scale_a[p] if per_row else scale_a, scale_b=scale_b) for p in parts
+            ]
+            name = str(kind).removeprefix("torch.")
+            provider.prepare(problem(300, 768, 512, dtype=name, scales=True))(segments)
+            worst = max(error_of(s.out, w) for s, w in zip(segments, reference(segments), strict=True))
+            expect(f"product: {name}, scales per {'row' if per_row else 'tensor'}", worst < 5e-3, f"error {worst:.1e}")
+
+
+def check_waiting(provider: TritonTile) -> None:
+    """A launch spins until another stream has copied the rows and raised the flag; its done flags feed a second launch that runs beside it."""
+    case = Case(1024, 1024, 512)
+    source = case.gathered.clone()
+    kernel = provider.prepare(problem(1024, 1024, 512, polls=True))
+    side, start, end = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    want = (source.float() @ case.w.float().t()).bfloat16().float()
+    worst, waited = 0.0, 0.0
+    for i in range(20):
+        seq = 100 + i
+        case.gathered[512:].fill_(float("nan"))
+        case.words.memory[0].fill_(seq - 1)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(4_000_000)
+            case.gathered[512:].copy_(source[512:])
+            case.words.memory[0].fill_(seq)
+        start.record()
+        kernel(case.consume(2, seq))
+        end.record()
+        torch.cuda.synchronize()
+        waited = max(waited, start.elapsed_time(end))
+        worst = max(worst, error_of(case.out, want))
+    expect(
+        "a launch waits and is released by another stream",
+        worst < 5e-3 and waited > 1.0,
+        f"error {worst:.1e}, held {waited:.2f} ms",
+    )
+    chain(provider)
+
+
+def chain(provider: TritonTile, loops: int = 30) -> None:
+    """Producer -> flags -> consumer, both running at once on halves of the GPU; the rows change every time."""
+    m, n, k = 2048, 1024, 512
+    words = Words()
+    x, w1, w2 = (torch.randn(*s, device=DEV, dtype=torch.bfloat16) for s in ((m, k), (n, k), (512, n)))
+    mid, out = (
+        torch.empty(m, n, device=DEV, dtype=torch.bfloat16),
+        torch.empty(m, 512, device=DEV, dtype=torch.bfloat16),
+    )
+    words.peer_address = words.address  # type: ignore[method-assign]  # both rows are this GPU's here
+    first, second = provider.prepare(problem(m, n, k, polls=True)), provider.prepare(problem(m, 512, n, polls=True))
+    a, b = torch.cuda.Stream(), torch.cuda.Stream()
+    half, worst = provider.runtime.sms // 2, 0.0
+    for seq in range(1, loops + 1):
+        x.normal_()
+        mid.fill_(float("nan"))
+        chunk = m // 8
+        parts = [slice(i * chunk, (i + 1) * chunk) for i in range(8)]
+        torch.cuda.synchronize()
+        second(
+            [GemmSegment(mid[p], w2, out[p], ready=((0, Slot(words, i, seq)),)) for i, p in enumerate(parts)],
+            stream=b.cuda_stream, sm_limit=half,
+        )  # fmt: skip
+        first(
+            [GemmSegment(x[p], w1, mid[p], done=((0, Slot(words, i, seq)),)) for i, p in enumerate(parts)],
+            stream=a.cuda_stream, sm_limit=half,
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        want = (x.float() @ w1.float().t()).bfloat16().float() @ w2.float().t()
+        worst = max(worst, error_of(out, want))
+    expect("done flags feed a launch that runs beside the first", worst < 5e-3, f"error {worst:.1e} in {loops} runs")
+
+
+def check_faults() -> None:
+    """A deadline and a poisoned word: NaN everywhere, a record, POISON to the peers, a sticky error; healthy after ``clear``."""
+    for what, value, kind in (("deadline", 3, CommTimeout), ("poison", POISON, CommAborted)):
+        provider = TritonTile(timeout_s=0.05)
+        case = Case(1024, 1024, 256)
+        case.words.memory[0].fill_(value)
+        kernel = provider.prepare(problem(1024, 1024, 256, polls=True))
+        segments = case.consume(2, 9)
+        segments[1].done = ((1, Slot(case.words, 50, 9)),)
+        case.out.zero_()
+        kernel(segments)
+        torch.cuda.synchronize()
+        spoiled = bool(torch.isnan(case.out).all())
+        raised: BaseException | None = None
+        try:
+            kernel(segments)
+        except (CommTimeout, CommAborted) as e:
+            raised = e
+        told = int(case.words.memory[1, 50]) == POISON
+        provider.runtime.fault.clear()
+        case.words.memory[0].fill_(9)
+        kernel(segments)
+        torch.cuda.synchronize()
+        healed = error_of(case.out, case.gathered.float() @ case.w.float().t()) < 5e-3
+        expect(
+            f"fault: {what}",
+            spoiled and type(raised) is kind and told and healed,
+            f"NaN {spoiled} told {told} healed {healed}: {raised}",
+        )
+
+
+def check_steady(provider: TritonTile, calls: int) -> None:
+    """Thousands of calls with growing slots: no compilation, no allocation, no slow call."""
+    case = Case(256, 512, 256)
+    kernel = provider.prepare(problem(256, 512, 256, polls=True))
+    kernel(case.consume(1, 1))
+    torch.cuda.synchronize()
+    before, memory, slow = provider.compilations, torch.cuda.memory_allocated(), 0.0
+    start = time.perf_counter()
+    for seq in range(1, calls + 1):
+        then = time.perf_counter()
+        kernel(case.consume(1, seq))
+        slow = max(slow, time.perf_counter() - then)
+        if seq % 512 == 0:
+            torch.cuda.synchronize()
+    each = (time.perf_counter() - start) / calls
+    grown = provider.compilations - before, torch.cuda.memory_allocated() - memory
+    expect(
+        f"{calls} calls compile and allocate nothing",
+        grown == (0, 0),
+        f"{grown}; {1e6 * each:.0f} us a call, slowest {1e3 * slow:.1f} ms",
+    )
+
+
+def check_graph(provider: TritonTile) -> None:
+    """Captured with the epoch in memory, replayed with growing epochs and new data, mixed with eager calls."""
+    case = Case(512, 512, 256)
+    kernel = provider.prepare(problem(512, 512, 256, polls=True))
+    epoch = torch.zeros(1, dtype=torch.int64, device=DEV)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        kernel(case.consume(2, 0), epoch=epoch.data_ptr())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            kernel(case.consume(2, 0), epoch=epoch.data_ptr())
+    worst = 0.0
+    for e in range(1, 40):
+        case.gathered.normal_()
+        case.x.copy_(case.gathered[:256])
+        epoch.fill_(e)
+        case.words.memory[0].fill_(e)
+        case.out.fill_(float("nan"))
+        if e % 3:
+            graph.replay()
+        else:
+            kernel(case.consume(2, e))
+        torch.cuda.synchronize()
+        worst = max(worst, error_of(case.out, case.gathered.float() @ case.w.float().t()))
+    expect("captured, replayed, mixed with eager calls", worst < 5e-3, f"error {worst:.1e}")
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def check_reduce(runtime: Runtime) -> None:
+    """Reduce kernels and the one-shot all-reduce of several ranks on this GPU, one stream a rank."""
+    kernel = ReduceKernel(runtime, torch.bfloat16, 3, norm_cols=1000, residual=True)
+    for cols in (1000, 1003, 64):
+        parts = [torch.randn(37, cols, device=DEV, dtype=torch.bfloat16) for _ in range(3)]
+        bias, weight = (torch.randn(cols, device=DEV, dtype=torch.bfloat16) for _ in range(2))
+        residual, out = torch.randn(37, cols, device=DEV, dtype=torch.bfloat16), torch.empty_like(parts[0])
+        want = parts[0].float() + parts[1].float() + parts[2].float() + bias.float()
+        kernel(out, parts, bias=bias)
+        plain = torch.equal(out, want.bfloat16())
+        summed = (want + residual.float()).bfloat16()
+        if cols <= 1000:
+            kernel(out, parts, bias=bias, residual=residual, norm_weight=weight)
+            plain = plain and torch.equal(residual, summed) and error_of(out, rms(summed.float(), weight)) < 5e-3
+        expect(f"reduce of 3 partials, {cols} columns", plain)
+    for size in (2, 4):
+        one_shot(runtime, size, torch.bfloat16)
+    one_shot(runtime, 3, torch.float32)
+
+
+def one_shot(runtime: Runtime, size: int, dtype: torch.dtype, rounds: int = 60) -> None:
+    limits = {"max_rows": 96, "max_cols": 2048}
+    nbytes = OneShotAllReduce.nbytes(dtype, size, **limits)
+    memory = [torch.zeros(nbytes, dtype=torch.uint8, device=DEV) for _ in range(size)]
+    bases = [m.data_ptr() for m in memory]
+    make = lambda r: OneShotAllReduce(runtime, dtype, bases, r, timeout_s=5.0, norm=True, residual=True, **limits)
+    ranks, streams = [make(r) for r in range(size)], [torch.cuda.Stream() for _ in range(size)]
+    good = True
+    for i in range(rounds):
+        rows, cols = (1, 96, 7, 64)[i % 4], (2048, 1024, 328)[i % 3]
+        xs = [torch.randn(rows, cols, device=DEV).to(dtype) for _ in range(size)]
+        residuals = [torch.randn(rows, cols, device=DEV).to(dtype)] * 1
+        residuals = [residuals[0].clone() for _ in range(size)]
+        weight = torch.randn(cols, device=DEV).to(dtype)
+        outs = [torch.full_like(x, float("nan")) for x in xs]
+        want = sum((x.float() for x in xs[1:]), xs[0].float())
+        summed = (want + residuals[0].float()).to(dtype)
+        torch.cuda.synchronize()
+        for r in range(size):
+            extra: dict[str, Any] = {"residual": residuals[r], "norm_weight": weight} if i % 2 else {}
+            ranks[r](outs[r], xs[r], stream=streams[r].cuda_stream, **extra)
+        torch.cuda.synchronize()
+        if i % 2:
+            good = good and all(error_of(o, rms(summed.float(), weight)) < 5e-3 for o in outs)
+            good = good and all(torch.equal(r, summed) for r in residuals)
+        else:
+            good = good and all(torch.equal(o, want.to(dtype)) for o in outs)
+        good = good and all(torch.equal(o, outs[0]) for o in outs)
+    expect(f"one-shot all-reduce of {size} ranks, {dtype}", good, f"{rounds} rounds")
+
+
+def checks(calls: int) -> None:
+    provider = TritonTile(timeout_s=5.0)
+    for check in (check_products, check_fp8, check_waiting, check_graph):
+        check(provider)
+    check_faults()
+    check_steady(provider, calls)
+    check_reduce(provider.runtime)
+    provider.check()
+    say(f"{provider.compilations} kernels compiled")

@@ -1,0 +1,423 @@
+"""Stores for groups that torch.distributed did not make: the launcher's processes and mpi4py communicators.
+
+Processes of one host meet in a private directory and listen nowhere. Processes of several hosts meet at
+MASTER_ADDR:MASTER_PORT, or, under mpi4py, at an address that all of them have reached.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import socket
+import stat
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config import Launch
+from .errors import CommTimeout, ConfigError
+from .topology import addresses
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["launcher_store", "mpi_store"]
+
+log = logging.getLogger("commbackend")
+
+Closer = Callable[[], None]
+_LOOPBACK = "127.0.0.1"
+#: How long the process that serves a store waits for the others to leave, at most.
+_FAREWELL_S = 5.0
+
+# Stores this process has opened through its launcher, so that every one gets its own name; all ranks count alike.
+_opened = 0
+
+
+def launcher_store(launch: Launch, timeout_s: float) -> tuple[Store, Closer | None]:
+    """Return a new store of the processes of ``launch`` and what closes it. Collective in order.
+
+    Raises:
+        ConfigError: Several hosts and no MASTER_ADDR and MASTER_PORT; the port is in use.
+        CommTimeout: Rank 0 has not opened the store, or not been reached.
+    """
+    global _opened
+    from torch._C import _distributed_c10d as c10d
+
+    _opened += 1
+    if launch.size == 1:
+        return c10d.HashStore(), None
+    if launch.dialect in ("torchrun", "env") or (launch.address and not launch.one_host):
+        return _tcp_store(launch, timeout_s)
+    if not launch.one_host or not launch.job:
+        raise ConfigError(
+            f"{launch.describe()} spans hosts and says no place to meet: set MASTER_ADDR and MASTER_PORT to a free port"
+            " of rank 0's host, or pass an mpi4py communicator as group="
+        )
+    uid = os.getuid()
+    key = hashlib.sha256(f"{launch.dialect}/{launch.job}/{launch.size}".encode()).hexdigest()[:16]
+    meeting = _Meeting(Path(tempfile.gettempdir()) / f"commbackend-{uid}-{key}", _opened)
+    path = meeting.open() if launch.rank == 0 else meeting.find(time.monotonic() + timeout_s, launch, timeout_s)
+    store = c10d.FileStore(str(path), launch.size)
+    return store, _farewell(store, launch.rank, launch.size, meeting.close)
+
+
+def _farewell(store: Store, rank: int, size: int, release: Closer) -> Closer:
+    """Return a closer that says goodbye; rank 0, who serves or owns the store, waits a little for all goodbyes."""
+
+    def close() -> None:
+        try:
+            store.set(f"bye/{rank}", "")
+            deadline = time.monotonic() + _FAREWELL_S
+            while rank == 0 and not store.check([f"bye/{r}" for r in range(size)]) and time.monotonic() < deadline:
+                time.sleep(0.005)
+        except RuntimeError as e:  # the store may have gone with its server; nothing is left to wait for
+            log.debug("commbackend: rank %d: closing the store: %s", rank, str(e).splitlines()[0])
+        finally:
+            release()
+
+    return close
+
+
+# -- one host: a private directory
+# ----------------------------------------------------------------------------------------------------------
+
+
+class _Meeting:
+    """A private directory where the processes of a job find the file of their store.
+
+    Rank 0 holds a lock on the pointer file as long as it lives, so that what a dead job left is told from a live one
+    without asking for process ids (which containers hide).
+    """
+
+    def __init__(self, directory: Path, attempt: int) -> None:
+        self.directory, self.pointer = directory, directory / f"current-{attempt}"
+        self._fd = -1
+
+    def open(self) -> Path:
+        """Make a new store file, publish it, and return its path. Rank 0."""
+        _sweep(self.directory)
+        _private(self.directory)
+        path = self.directory / f"store-{secrets.token_hex(8)}"
+        draft = self.directory / f"draft-{secrets.token_hex(8)}"
+        self._fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        os.write(self._fd, path.name.encode())
+        os.rename(draft, self.pointer)
+        return path
+
+    def find(self, deadline: float, launch: Launch, budget_s: float) -> Path:
+        """Return the path that rank 0 has published, waiting for it until ``deadline``."""
+        while True:
+            name = self._read()
+            if name:
+                return self.directory / name
+            if time.monotonic() >= deadline:
+                raise CommTimeout(
+                    f"{launch.describe()}: rank 0 has not opened {self.pointer} within {budget_s:g} s",
+                    rank=0,
+                    op="init",
+                )
+            time.sleep(0.005)
+
+    def _read(self) -> str:
+        try:
+            fd = os.open(self.pointer, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return ""
+        try:
+            if os.fstat(fd).st_uid != os.getuid():
+                raise ConfigError(f"{self.pointer} belongs to user {os.fstat(fd).st_uid}, not to this one")
+            if not _locked(fd):
+                return ""  # left behind by a job that has ended
+            name = os.read(fd, 64).decode("ascii", "replace")
+            return name if name.startswith("store-") and "/" not in name else ""
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Remove the directory if this process made it."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            for path in (self.pointer, *self.directory.glob("store-*")):
+                path.unlink(missing_ok=True)
+            os.close(fd)
+            with contextlib.suppress(OSError):  # a later meeting of the same job may still use it
+                self.directory.rmdir()
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _private(directory: Path) -> None:
+    """Make ``directory`` with mode 0700, or check that it is one and this user's."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(directory, 0o700)
+    found = os.lstat(directory)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{directory} must be a directory of user {os.getuid()} with mode 0700; found user {found.st_uid}, mode"
+            f" {stat.filemode(found.st_mode)}; remove it or set TMPDIR"
+        )
+
+
+def _sweep(keep: Path) -> None:
+    """Remove the directories of this user's jobs that were killed."""
+    for directory in keep.parent.glob(f"commbackend-{os.getuid()}-*"):
+        if directory == keep or os.lstat(directory).st_uid != os.getuid():
+            continue
+        pointers = list(directory.glob("current-*"))
+        if pointers and not any(map(_live, pointers)):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _live(pointer: Path) -> bool:
+    try:
+        fd = os.open(pointer, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return True  # somebody else is at work on it
+    try:
+        return _locked(fd)
+    finally:
+        os.close(fd)
+
+
+# -- several hosts: an address
+# --------------------------------------------------------------------------------------------------------------
+
+
+def _tcp_store(launch: Launch, timeout_s: float) -> tuple[Store, Closer | None]:
+    from torch._C import _distributed_c10d as c10d
+
+    if not launch.address or not launch.port:
+        raise ConfigError(f"{launch.describe()}: MASTER_ADDR and MASTER_PORT must say where rank 0 can be met")
+    # One host: never listen beyond loopback, whatever name MASTER_ADDR gives this host.
+    host = _LOOPBACK if launch.one_host and not launch.agent_store else launch.address
+    serves = launch.rank == 0 and not launch.agent_store
+    base = _served(host, launch.port, timeout_s) if serves else _dial(host, launch.port, timeout_s, launch.rank)
+    store = c10d.PrefixStore(f"commbackend/{launch.job}/{_opened}", base)
+    # The list keeps the server until this group, and every other one that shares it, is closed.
+    return store, None if launch.agent_store else _farewell(store, launch.rank, launch.size, [base].clear)
+
+
+_servers: weakref.WeakValueDictionary[tuple[str, int], Store] = weakref.WeakValueDictionary()
+
+
+def _served(host: str, port: int, timeout_s: float) -> Store:
+    """Return this process's store at ``host``:``port``, served from now on if it is not yet."""
+    store = _servers.get((host, port))
+    if store is None:
+        store = _servers[host, port] = _serve(_listen(host, port), timeout_s)
+    return store
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on ``host`` alone. Raises ConfigError naming the holder of a port in use."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as e:
+        raise ConfigError(f"rank 0 cannot resolve MASTER_ADDR = {host!r}: {e}") from e
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(1024)
+    except OSError as e:
+        listener.close()
+        if e.errno == errno.EADDRINUSE:
+            raise ConfigError(f"rank 0: {host}:{port} is in use{_holder(port)}; set MASTER_PORT to a free port") from e
+        raise ConfigError(
+            f"rank 0 cannot listen on {host}:{port}: {e}; set MASTER_ADDR to an address of its host"
+        ) from e
+    return listener
+
+
+def _holder(port: int) -> str:
+    """Return " by process <pid> (<command>)" for who listens on ``port``, or "" where it is not visible."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
+                    inodes.add(f"socket:[{words[9]}]")
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(link) in inodes:
+                command = Path(f"/proc/{link.parts[2]}/comm").read_text().strip()
+                return f" by process {link.parts[2]} ({command})"
+    return ""
+
+
+def _serve(listener: socket.socket, timeout_s: float) -> Store:
+    """Return a store served on ``listener``, which it takes over."""
+    from torch._C import _distributed_c10d as c10d
+
+    host, port = listener.getsockname()[:2]
+    # multi_tenant: a later init_process_group of this process on the same port shares the server.
+    return c10d.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _dial(host: str, port: int, timeout_s: float, rank: int) -> Store:
+    import torch.distributed as dist
+    from torch._C import _distributed_c10d as c10d
+
+    try:
+        return c10d.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    except dist.DistError as e:
+        first = str(e).splitlines()[0]
+        raise CommTimeout(
+            f"rank {rank}: no store at {host}:{port} within {timeout_s:g} s, so rank 0 has not come: {first}",
+            rank=0,
+            op="init",
+        ) from e
+
+
+# -- mpi4py
+# --------------------------------------------------------------------------------------------------------------
+
+
+def mpi_store(comm: Any, timeout_s: float) -> tuple[Store, Closer | None]:
+    """Return a new store of the processes of ``comm`` (an mpi4py Intracomm). Collective.
+
+    MPI carries three small exchanges on a duplicate of ``comm``; it is neither initialised nor finalised here.
+
+    Raises:
+        CommTimeout: Not every rank has come.
+        ConfigError: MPI is not initialised, or no address of rank 0 is reached by all ranks.
+    """
+    from mpi4py import MPI
+    from torch._C import _distributed_c10d as c10d
+
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        raise ConfigError("the mpi4py communicator cannot be used: MPI is not initialised, or finalised already")
+    rank, size = comm.Get_rank(), comm.Get_size()
+    if size == 1:
+        return c10d.HashStore(), None
+    wire = _MpiWire(comm, timeout_s)
+    try:
+        shared = _shared_file(wire)
+        if shared is not None:
+            store: Store = c10d.FileStore(str(shared / "store"), size)
+            release: Closer = (lambda: shutil.rmtree(shared, ignore_errors=True)) if rank == 0 else (lambda: None)
+            return store, _farewell(store, rank, size, release)
+        store = _reached_by_all(wire, timeout_s)
+        return store, _farewell(store, rank, size, lambda: None)
+    finally:
+        wire.close()
+
+
+class _MpiWire:
+    """All-gather of bytes over a private duplicate of an MPI communicator, with a deadline."""
+
+    def __init__(self, comm: Any, timeout_s: float) -> None:
+        self.rank, self.size, self.timeout_s = comm.Get_rank(), comm.Get_size(), timeout_s
+        self.comm, request = comm.Idup()
+        self._finish(request)
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        lengths = array.array("i", [0] * self.size)
+        self._finish(self.comm.Iallgather(array.array("i", [len(payload)]), lengths))
+        everything = bytearray(sum(lengths))
+        self._finish(
+            self.comm.Iallgatherv([payload, len(payload), _byte()], [everything, list(lengths), None, _byte()])
+        )
+        parts, at = [], 0
+        for length in lengths:
+            parts.append(bytes(everything[at : at + length]))
+            at += length
+        return parts
+
+    def _finish(self, request: Any) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while not request.Test():
+            if time.monotonic() >= deadline:
+                raise CommTimeout(
+                    f"rank {self.rank} of {self.size}: after {self.timeout_s:g} s not every rank of the MPI"
+                    " communicator has called init (MPI does not say which)",
+                    op="init",
+                )
+            time.sleep(0.0005)
+
+    def close(self) -> None:
+        self.comm.Free()
+
+
+def _byte() -> Any:
+    from mpi4py import MPI
+
+    return MPI.BYTE
+
+
+def _shared_file(wire: _MpiWire) -> Path | None:
+    """Return a private directory of rank 0 that every rank has proven to see, or None if some do not."""
+    nonce, directory = b"", b""
+    if wire.rank == 0:
+        directory = os.fsencode(tempfile.mkdtemp(prefix=f"commbackend-{os.getuid()}-mpi-"))
+        nonce = secrets.token_bytes(16)
+        (Path(os.fsdecode(directory)) / "nonce").write_bytes(nonce)
+    told = wire.exchange(nonce + directory)[0]
+    path = Path(os.fsdecode(told[16:]))
+    try:
+        seen = (path / "nonce").read_bytes() == told[:16] and os.lstat(path).st_uid == os.getuid()
+    except OSError:
+        seen = False
+    if all(v == b"1" for v in wire.exchange(b"1" if seen else b"0")):
+        return path
+    if wire.rank == 0:
+        shutil.rmtree(path, ignore_errors=True)
+    return None
+
+
+def _reached_by_all(wire: _MpiWire, timeout_s: float) -> Store:
+    """Serve a store at the first address of rank 0 that every rank has connected to."""
+    listeners = [_listen(a, 0) for a in addresses().values()] if wire.rank == 0 else []
+    try:
+        offers = [":".join(map(str, s.getsockname()[:2])) for s in listeners]
+        told = [o.rpartition(":") for o in wire.exchange(",".join(offers).encode())[0].decode().split(",") if o]
+        votes = wire.exchange(bytes(_reaches(host, int(port)) for host, _, port in told))
+        good = [i for i in range(len(told)) if all(v[i] for v in votes)]
+        if not good:
+            raise ConfigError(
+                f"rank {wire.rank}: no address of rank 0 is reached by every rank; tried"
+                f" {', '.join(h for h, _, _ in told) or 'none: its host has only loopback'}"
+            )
+        host, _, port = told[good[0]]
+        if wire.rank == 0:
+            return _serve(listeners.pop(good[0]), timeout_s)
+        return _dial(host, int(port), timeout_s, wire.rank)
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def _reaches(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=3).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,471 @@
+"""The proof of plans: what can be said about a call before it runs, whatever the timing.
+
+``check`` takes plans that may follow each other, in any order, on one heap, and proves of them:
+
+* structure: buffers, regions, shapes, dtypes, lanes, words and values are what ``plan`` allows, and the transport's
+  roles allow the steps;
+* pairing: every raised word is met by a wait or by segments that poll it, every wait is for a word that is raised;
+* it ends, also in the least free model: all lanes of a rank share one in-order queue and each step completes before
+  the next begins. Slots only grow, so a set of programs that ends in one interleaving ends in all of them, and one that
+  ends in this model ends in every freer one; one run decides for every skew of ranks;
+* no races: two accesses to the same rows of one rank's buffer, one of them a write, are ordered by lanes, ``after`` and
+  slots; nothing is read before it was written; every row of every output is written exactly once;
+* reuse of a heap half: a call's writes are ordered after everything two calls before did there, for every pair of the
+  given plans. Nothing is assumed of the call between them: it may be any third plan, and ranks may be skewed by it.
+  Every call is proved by itself and ends with credits, so pairs two calls apart are all that a longer sequence adds.
+
+Order is followed with vector clocks, one component a lane of a rank; buffers are swept by rows, so that the cost grows
+with the number of steps, not with its square.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from .errors import PlanError
+from .plan import (
+    CREDIT,
+    Buffer,
+    Collective,
+    Copy,
+    Gemm,
+    Get,
+    Plan,
+    PlanCaps,
+    Put,
+    Reduce,
+    Region,
+    Signal,
+    Step,
+    Wait,
+)
+from .structure import Structure
+
+__all__ = ["check"]
+
+
+def check(plans: Sequence[Plan], *, caps: PlanCaps | None = None) -> None:
+    """Prove ``plans`` as the module's head says.
+
+    Args:
+        plans: Calls that may follow each other on one heap.
+        caps: The transport's facts; None: any role may be used.
+    Raises:
+        PlanError: The first rule that is broken, naming op, rank, step and region.
+    """
+    unique: list[Plan] = []
+    for plan in plans:
+        if not any(plan is other for other in unique):
+            unique.append(plan)
+    calls = [_Call(plan, caps) for plan in unique]
+    for earlier in calls:
+        for later in calls:
+            _reuse(earlier, later)
+
+
+def _reuse(earlier: _Call, later: _Call) -> None:
+    """``later`` runs two calls after ``earlier`` in the same heap half."""
+    if earlier.plan.size != later.plan.size:
+        raise PlanError(f"plans of {earlier.plan.size} and {later.plan.size} ranks cannot share a heap")
+    if earlier.credits != later.credits:
+        silent, other = (later, earlier) if earlier.credits else (earlier, later)
+        raise PlanError(f"{silent.plan.op} raises no credits, but {other.plan.op} on the same heap waits for them")
+    for owner, accesses in earlier.finishers.items():
+        for known, write in later.knowing.get(owner, {}).items():
+            for finishers, access in accesses.items():
+                if not known & finishers:
+                    write.fail(
+                        f"writes to rank {owner}'s half without the credit of a rank that finished, two calls before, "
+                        f"step {access.step} ({type(access.what).__name__}) of rank {access.rank} of "
+                        f"{earlier.plan.op}: one of ranks {_ranks(finishers)}"
+                    )
+
+
+def _ranks(mask: int) -> str:
+    return ", ".join(str(r) for r in range(mask.bit_length()) if mask >> r & 1)
+
+
+@dataclass(slots=True, eq=False)
+class _Event:
+    """A step, or a segment of one, with what had happened before it.
+
+    ``clock[t] >= n``: the n-th step of thread t had completed. ``known``: bits of ranks that had finished the call two
+    before, as credits told.
+    """
+
+    op: str
+    rank: int
+    step: int
+    what: Step
+    thread: int
+    pos: int
+    clock: list[int]
+    known: int
+
+    def after(self, other: _Event) -> bool:
+        """Whether ``other`` had completed before this began."""
+        if self.thread == other.thread:
+            return other.pos < self.pos
+        return self.clock[other.thread] >= other.pos
+
+    def fail(self, text: str) -> NoReturn:
+        raise PlanError(f"{self.op}: rank {self.rank}, step {self.step} ({type(self.what).__name__}): {text}")
+
+
+@dataclass(slots=True)
+class _Lane:
+    thread: int
+    clock: list[int]
+    known: int
+    pos: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Access:
+    """One rectangle of one buffer that an event reads or writes."""
+
+    region: Region
+    cols: tuple[int, int]
+    write: bool
+    event: _Event
+    sums: bool = False  # a write that adds to what the same segment reads there
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """A collective that ranks have arrived at."""
+
+    steps: dict[int, tuple[int, Collective]] = field(default_factory=dict)
+
+
+class _Call:
+    """One plan, proved by itself; keeps what the proof of its neighbours needs.
+
+    Attributes:
+        credits: Whether ranks tell each other that they have finished.
+        finishers: owner -> {ranks one of whose credits covers an access to the owner's half: such an access}.
+        knowing: owner -> {ranks known to have finished two calls before: a write to the owner's half}.
+    """
+
+    def __init__(self, plan: Plan, caps: PlanCaps | None) -> None:
+        self.plan = plan
+        Structure(plan, caps).check()
+        steps = [s for p in plan.programs for s in p.steps]
+        heap = any(b.space == "heap" for p in plan.programs for b in p.buffers)
+        one_sided = heap or any(isinstance(s, Put | Get | Signal | Wait) for s in steps)
+        self.credits = plan.size > 1 and (one_sided if caps is None else caps.one_sided)
+        self.finishers: dict[int, dict[int, _Event]] = defaultdict(dict)
+        self.knowing: dict[int, dict[int, _Event]] = defaultdict(dict)
+        order = _Order(plan)
+        order.run()
+        for (owner, name), accesses in order.accesses.items():
+            _sweep(owner, order.buffers[owner][name], accesses)
+        self._written(order)
+        if self.credits:
+            self._credited(order)
+        self._summarise(order)
+
+    def _credited(self, order: _Order) -> None:
+        """Every rank tells every peer once that it has finished, after its every other step."""
+        for program in self.plan.programs:
+            told = order.credits[program.rank]
+            missing = set(range(self.plan.size)) - {program.rank} - told.keys()
+            if missing:
+                raise PlanError(
+                    f"{self.plan.op}: rank {program.rank} raises no credit at rank {min(missing)}, "
+                    "so that nobody may ever write into this half again"
+                )
+            for lane in order.lanes[program.rank].values():
+                last = order.last[program.rank].get(lane.thread)
+                for event in told.values() if last else ():
+                    if last is not None and not event.after(last):
+                        event.fail(f"raises the credit before step {last.step} ({type(last.what).__name__}) has ended")
+
+    def _written(self, order: _Order) -> None:
+        """Outputs that no step touched must be empty (the sweep looked at the others)."""
+        for program in self.plan.programs:
+            for b in program.buffers:
+                if b.space == "output" and b.rows * b.cols and (program.rank, b.name) not in order.accesses:
+                    raise PlanError(f"{self.plan.op}: rank {program.rank}: output {b.name!r} is never written")
+
+    def _summarise(self, order: _Order) -> None:
+        for (owner, name), accesses in order.accesses.items():
+            if order.buffers[owner][name].space != "heap":
+                continue
+            done = list(order.credits[owner].values())
+            for a in accesses:
+                finishers = 1 << a.event.rank
+                if done and all(event.after(a.event) for event in done):
+                    finishers |= 1 << owner
+                self.finishers[owner].setdefault(finishers, a.event)
+                if a.write:
+                    self.knowing[owner].setdefault(a.event.known, a.event)
+
+
+class _Order:
+    """Runs all ranks in the least free model and follows what happens before what in the freest one."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.size = plan, plan.size
+        self.buffers = [{b.name: b for b in p.buffers} for p in plan.programs]
+        self.accesses: dict[tuple[int, str], list[_Access]] = defaultdict(list)
+        self.credits: list[dict[int, _Event]] = [{} for _ in range(self.size)]
+        #: The last step of every lane that is not a credit.
+        self.last: list[dict[int, _Event]] = [{} for _ in range(self.size)]
+        self.lanes: list[dict[int, _Lane]] = []
+        threads = sum(len({s.lane for s in p.steps}) for p in plan.programs)
+        # A segment that raises words of its own is a thread of its own: its kernel orders it with no other segment.
+        private = sum(bool(g.done) for p in plan.programs for s in p.steps if isinstance(s, Gemm) for g in s.segments)
+        self._private = threads
+        start = [0] * (threads + private)
+        thread = 0
+        for rank, program in enumerate(plan.programs):
+            lanes = {}
+            for lane in sorted({s.lane for s in program.steps}):
+                lanes[lane] = _Lane(thread, start, 1 << rank)
+                thread += 1
+            self.lanes.append(lanes)
+        self._events: list[list[_Event]] = [[] for _ in range(self.size)]
+        self._segments: list[list[_Event]] = [[] for _ in range(self.size)]
+        self._raised: dict[tuple[int, int, int], _Event] = {}
+        self._met: dict[tuple[int, int, int], _Event] = {}
+        self._polled: set[tuple[int, int, int]] = set()
+        self._blocked: dict[tuple[int, int, int], int] = {}
+        self._meetings: dict[int, _Meeting] = defaultdict(_Meeting)
+        self._attended = [0] * self.size
+        self._ready = list(range(self.size))
+
+    def run(self) -> None:
+        while self._ready:
+            self._advance(self._ready.pop())
+        for rank, program in enumerate(self.plan.programs):
+            i = len(self._events[rank])
+            if i < len(program.steps):
+                self._stuck(rank, i, program.steps[i])
+        for (at, writer, word), event in self._raised.items():
+            if (at, writer, word) not in self._met and (at, writer, word) not in self._polled:
+                event.fail(f"raises word {word} of rank {writer} at rank {at}, which nobody there waits for")
+
+    def _stuck(self, rank: int, i: int, step: Step) -> NoReturn:
+        where = f"{self.plan.op}: rank {rank}, step {i} ({type(step).__name__})"
+        key = next((k for k, r in self._blocked.items() if r == rank), None)
+        if key is None:
+            raise PlanError(f"{where}: not all ranks come to this collective")
+        raise PlanError(
+            f"{where}: waits for word {key[2]} of rank {key[1]} for ever: it is not raised, or only by steps that "
+            "come later where lanes share one in-order queue"
+        )
+
+    def _advance(self, rank: int) -> None:
+        """Run steps of ``rank`` until one has to wait."""
+        events, steps = self._events[rank], self.plan.programs[rank].steps
+        while len(events) < len(steps):
+            step = steps[len(events)]
+            lane = self.lanes[rank][step.lane]
+            event = _Event(self.plan.op, rank, len(events), step, lane.thread, lane.pos + 1, lane.clock, lane.known)
+            for j in step.after:
+                self._join(event, events[j])
+            if not self._perform(event):
+                return
+            events.append(event)
+            lane.pos, lane.clock, lane.known = event.pos, event.clock, event.known
+            if not (isinstance(step, Signal) and step.slot == CREDIT):
+                self.last[rank][lane.thread] = event
+
+    @staticmethod
+    def _join(event: _Event, other: _Event) -> None:
+        """``other`` completed before ``event`` begins."""
+        event.known |= other.known
+        if not event.after(other):
+            clock = list(map(max, event.clock, other.clock))
+            clock[other.thread] = other.pos
+            event.clock = clock
+
+    def _perform(self, event: _Event) -> bool:
+        """Do what the step does to slots and memory; False if it has to wait."""
+        step = event.what
+        match step:
+            case Wait(slot=slot):
+                if slot == CREDIT:
+                    event.known |= 1 << step.peer
+                    return True
+                return self._meet(event, step.peer, slot, polls=False)
+            case Signal():
+                self._raise(event, step.peer, step.slot)
+            case Gemm():
+                return self._gemm(event, step)
+            case Collective():
+                return self._collective(event, step)
+            case Put():
+                self._touch(event, step.src, False)
+                self._touch(event, step.dst, True)
+                self._raise(event, step.peer, step.slot)
+            case Get() | Copy():
+                self._touch(event, step.src, False)
+                self._touch(event, step.dst, True)
+            case Reduce():
+                for src in step.srcs:
+                    self._touch(event, src, False)
+                self._touch(event, step.dst, True)
+        return True
+
+    def _meet(self, event: _Event, writer: int, word: int, *, polls: bool) -> bool:
+        key = (event.rank, writer, word)
+        raised = self._raised.get(key)
+        if raised is None:
+            self._blocked[key] = event.rank
+            return False
+        if polls:
+            self._polled.add(key)
+        elif self._met.setdefault(key, event) is not event:
+            event.fail(f"waits for word {word} of rank {writer}, as step {self._met[key].step} did")
+        self._join(event, raised)
+        return True
+
+    def _raise(self, event: _Event, at: int, word: int) -> None:
+        if word == CREDIT:
+            if at in self.credits[event.rank]:
+                event.fail(f"raises the credit at rank {at} a second time")
+            self.credits[event.rank][at] = event
+            return
+        key = (at, event.rank, word)
+        if key in self._raised:
+            event.fail(f"raises word {word} at rank {at}, as step {self._raised[key].step} did")
+        self._raised[key] = event
+        if (waiter := self._blocked.pop(key, None)) is not None:
+            self._ready.append(waiter)
+
+    def _gemm(self, event: _Event, step: Gemm) -> bool:
+        """Segments begin in order; each sees what its own ready words tell, and none sees another's result."""
+        done = self._segments[event.rank]
+        while len(done) < len(step.segments):
+            segment = step.segments[len(done)]
+            part = _Event(event.op, event.rank, event.step, step, event.thread, event.pos, event.clock, event.known)
+            if segment.done:
+                part.thread, part.pos = self._private, 1
+            if not all(self._meet(part, writer, word, polls=True) for writer, word in segment.ready):
+                return False
+            self._private += bool(segment.done)
+            for region in (segment.a, segment.b, *segment.addends, *((segment.bias,) if segment.bias else ())):
+                self._touch(part, region, False)
+            self._touch(part, segment.out, True, sums=segment.out in segment.addends)
+            for peer, word in segment.done:
+                self._raise(part, peer, word)
+            done.append(part)
+        for part in done:
+            if part.clock is not event.clock or part.thread != event.thread:
+                event.known |= part.known
+                event.clock = list(map(max, event.clock, part.clock))
+                if part.thread != event.thread:
+                    event.clock[part.thread] = part.pos
+        done.clear()
+        return True
+
+    def _collective(self, event: _Event, step: Collective) -> bool:
+        """All ranks come to the same one; its completion tells nothing about other memory, so no clock is joined."""
+        meeting = self._meetings[self._attended[event.rank]]
+        if event.rank not in meeting.steps:
+            meeting.steps[event.rank] = (event.step, step)
+            if len(meeting.steps) == self.size:
+                self._agree(meeting)
+                self._ready += [r for r in meeting.steps if r != event.rank]
+        if len(meeting.steps) < self.size:
+            return False
+        self._attended[event.rank] += 1
+        for src in step.srcs:
+            self._touch(event, src, False)
+        for dst in step.dsts:
+            self._touch(event, dst, True)
+        for word in step.slots:
+            self._raise(event, event.rank, word)
+        return True
+
+    def _agree(self, meeting: _Meeting) -> None:
+        """All ranks run the same collective, and what one sends is what the other expects."""
+        for r, (i, step) in meeting.steps.items():
+            for p, (j, other) in meeting.steps.items():
+                if (step.kind, step.op) != (other.kind, other.op):
+                    raise PlanError(
+                        f"{self.plan.op}: rank {r}, step {i} is {step.kind}, but rank {p}, step {j} is {other.kind}"
+                    )
+                match step.kind:
+                    case "all_gather":
+                        src, dst = step.srcs[0], other.dsts[r]
+                    case "all_to_all":
+                        src, dst = step.srcs[p], other.dsts[r]
+                    case "reduce_scatter":
+                        src, dst = step.srcs[p], other.dsts[0]
+                    case _:
+                        src, dst = step.srcs[0], other.dsts[0]
+                if src.blocks * src.rows != dst.blocks * dst.rows:
+                    raise PlanError(
+                        f"{self.plan.op}: rank {r}, step {i} ({step.kind}) sends {src} to rank {p}, which expects {dst}"
+                    )
+
+    def _touch(self, event: _Event, region: Region, write: bool, *, sums: bool = False) -> None:
+        buffer = self.buffers[event.rank][region.buf]
+        if buffer.space == "input" or not region.rows * region.blocks:
+            return
+        end = buffer.cols if region.cols < 0 else region.col + region.cols
+        if end > region.col:
+            owner = region.at if region.at >= 0 else event.rank
+            self.accesses[owner, region.buf].append(_Access(region, (region.col, end), write, event, sums))
+
+
+def _sweep(owner: int, buffer: Buffer, accesses: Sequence[_Access]) -> None:
+    """Prove the accesses to one buffer, given in an order in which they may happen, free of races."""
+    rows = {0, buffer.rows}
+    cols = {0, buffer.cols}
+    for a in accesses:
+        cols.update(a.cols)
+        for first, last in _bands(a.region):
+            rows.update((first, last))
+    row_at, col_at = ({x: i for i, x in enumerate(sorted(s))} for s in (rows, cols))
+    width = len(cols) - 1
+    written: list[_Access | None] = [None] * ((len(rows) - 1) * width)
+    readers: list[list[_Access]] = [[] for _ in written]
+    for a in accesses:
+        left, right = col_at[a.cols[0]], col_at[a.cols[1]]
+        for first, last in _bands(a.region):
+            for row in range(row_at[first], row_at[last]):
+                for cell in range(row * width + left, row * width + right):
+                    before = written[cell]
+                    if before is not None:
+                        _ordered(owner, before, a)
+                    elif not a.write:
+                        a.event.fail(f"reads {a.region} of rank {owner} before anything was written there")
+                    if not a.write:
+                        readers[cell].append(a)
+                        continue
+                    if before is not None and buffer.space == "output":
+                        a.event.fail(f"writes output {a.region} again, after step {before.event.step}")
+                    for reader in readers[cell]:
+                        _ordered(owner, reader, a)
+                    written[cell], readers[cell] = a, []
+    if buffer.space == "output" and None in written:
+        row = sorted(rows)[written.index(None) // width]
+        raise PlanError(f"{accesses[0].event.op}: rank {owner}: row {row} of output {buffer.name!r} is never written")
+
+
+def _ordered(owner: int, first: _Access, second: _Access) -> None:
+    """``first`` has completed before ``second`` begins, or both are one segment that adds in place."""
+    if second.event is first.event:
+        if second.sums and first.region == second.region:
+            return
+    elif second.event.after(first.event):
+        return
+    verbs = [("writes", "reads")[not a.write] for a in (second, first)]
+    second.event.fail(
+        f"{verbs[0]} {second.region} of rank {owner} while rank {first.event.rank}, step {first.event.step} "
+        f"({type(first.event.what).__name__}), {verbs[1]} {first.region}: nothing orders the two"
+    )
+
+
+def _bands(region: Region) -> Iterator[tuple[int, int]]:
+    """The rows of a region as (first, last + 1)."""
+    for b in range(region.blocks):
+        first = region.row + b * region.block_stride
+        yield first, first + region.rows

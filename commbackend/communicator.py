@@ -1,0 +1,425 @@
+"""The communicator: one group, one transport, one engine, and the choices made for them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from . import registry, schedules
+from .binding import Bound
+from .config import Config, resolve
+from .contract import GemmProvider
+from .engine import Engine
+from .errors import CommAborted, ConcurrentUse, ConfigError, Unavailable, Unsupported
+from .group import Group, process_group_of, resolve_group
+from .plan import Knobs, Problem
+from .select import Choice, connect
+from .stock import Stock
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .contract import Caps
+    from .lanes import Recorder
+
+__all__ = ["Communicator", "explain", "init", "resolve_communicator", "stats"]
+
+log = logging.getLogger("commbackend")
+
+_lock = threading.Lock()
+_alive: dict[Any, Communicator] = {}
+# ProcessGroup -> device type -> its default communicator: what an op finds in about a microsecond.
+_defaults: weakref.WeakKeyDictionary[Any, dict[str, Communicator]] = weakref.WeakKeyDictionary()
+
+
+class Communicator:
+    """A group of ranks that runs overlapped operations. Made by ``init``; a context manager that closes itself.
+
+    Attributes:
+        rank, size: This rank and the number of ranks of the group.
+        device: Where tensors must live.
+        config: The resolved configuration, with the source of every value.
+        choice: Which transport was chosen, over what, and why; None with ``transport="off"``.
+        stock: torch.distributed's collectives on the same group, for ``transport="off"``.
+        recorder: Set to ``f(label, lane, start_ns, end_ns)`` to see every step; None (default) costs nothing.
+    """
+
+    #: The recorder that new communicators of this process start with; ``commbackend trace`` sets it.
+    default_recorder: ClassVar[Recorder | None] = None
+
+    def __init__(self, group: Group, config: Config, device: torch.device, stock: Stock | None = None) -> None:
+        self.group, self.config, self.device = group, config, device
+        self.rank, self.size = group.rank, group.size
+        self.timeout_s = config.timeout_s or group.timeout_s
+        self.closed = False
+        self._pid = os.getpid()
+        self._busy = threading.Lock()
+        self._bound: dict[tuple[Problem, Knobs], tuple[int, Bound, bytes]] = {}
+        self._knobs: dict[Problem, Knobs] = {}
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self.choice: Choice | None = None
+        self._engine: Engine | None = None
+        transport, self.choice = connect(group, device, config)
+        self.stock = stock or Stock(group.rank, group.size, None)
+        if transport is not None:
+            try:
+                self._engine = Engine(transport, _gemm_providers(config, device), device, f"commbackend-{group.rank}")
+                self._engine.recorder = Communicator.default_recorder
+            except BaseException:
+                transport.close()
+                raise
+
+    # -- facts ---------------------------------------------------------------------------------------------------------
+    @property
+    def off(self) -> bool:
+        """True with ``transport="off"``: the stock path, nothing allocated, nothing launched."""
+        return self._engine is None
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport in use, or "off"."""
+        return "off" if self._engine is None else self._engine.transport.name
+
+    @property
+    def caps(self) -> Caps:
+        """The transport's facts."""
+        return self._live().transport.caps
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Called for every step of every call, from the thread that ran it."""
+        return None if self._engine is None else self._engine.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._live().recorder = recorder
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+    def run(self, problem: Problem, tensors: Mapping[str, Tensor]) -> None:
+        """Execute one call. Collective.
+
+        Args:
+            problem: Its sizes; equal on all ranks but for the fields that ``Problem`` names.
+            tensors: 2-D tensors by the names in docs/architecture.md, outputs included; on ``device``.
+
+        Raises:
+            ConcurrentUse: Another thread is in a call of this communicator.
+            CollectiveMismatch, CommTimeout, PeerDied, CommAborted: As the contract says; the communicator has failed
+                then.
+            HeapExhausted: The symmetric heap cannot grow as needed.
+        """
+        engine = self._live()
+        if not self._busy.acquire(blocking=False):
+            raise ConcurrentUse(
+                f"rank {self.rank}: {problem.op} was called while {engine.transport.op} (call {engine.seq}) runs in"
+                " another thread; a communicator has one issue order: use one thread, or a communicator for each"
+            )
+        try:
+            knobs = self.knobs(problem)
+            found = self._bound.get((problem, knobs))
+            if found is not None and found[0] == engine.generation:
+                _, bound, record = found
+                engine.enter(problem.op, record)
+            else:
+                bound, record = self._bind(engine, problem, knobs)
+            engine.run(bound, tensors, record, self.timeout_s)
+        finally:
+            self._busy.release()
+        overlapped = knobs.schedule != "sequence" and self.size > 1
+        self.count(problem.op, overlapped, knobs.schedule)
+
+    def _bind(self, engine: Engine, problem: Problem, knobs: Knobs) -> tuple[Bound, bytes]:
+        record = describe(problem, knobs)
+        program = schedules.program(problem, self.rank, engine.transport.caps, knobs)
+        if self.config.check:
+            from .check import check
+
+            check([schedules.plan(problem, engine.transport.caps, knobs)])
+        engine.enter(problem.op, record)
+        if not engine.fits(program):
+            # Growing is collective: first make sure that all ranks are in the same call and will take the same step.
+            engine.agree_all(record, self.timeout_s)
+            engine.grow(program.heap_nbytes())
+        bound = engine.bind(program)
+        self._bound = {k: v for k, v in self._bound.items() if v[0] == engine.generation}
+        self._bound[problem, knobs] = (engine.generation, bound, record)
+        return bound, record
+
+    def knobs(self, problem: Problem) -> Knobs:
+        """The schedule for ``problem`` and its parameters: argument > environment > default. Equal on all ranks."""
+        found = self._knobs.get(problem)
+        if found is None:
+            caps = self.caps
+            found = schedules.default_knobs(problem, caps)
+            config = self.config
+            wanted = Knobs(
+                found.schedule if config.schedule == "auto" else config.schedule,
+                config.chunks or found.chunks,
+                config.lanes if config.lanes >= 0 else found.lanes,
+                found.polls,
+            )
+            if wanted != found:
+                reason = schedules.supports(problem, caps, wanted)
+                if reason is None:
+                    found = wanted
+                elif config.strict:
+                    raise Unsupported(f"{problem.op} with {wanted}: {reason}")
+                else:
+                    log.info("commbackend: %s with %s: %s; using %s", problem.op, wanted, reason, found)
+            self._knobs[problem] = found
+            log.info("commbackend: %s over %s: %s", _sizes(problem), self.transport, found)
+        return found
+
+    def supports(self, problem: Problem) -> str | None:
+        """None if ``problem`` can be run here, else the reason in one line. Local."""
+        return None if self._engine is None else schedules.supports(problem, self.caps, self.knobs(problem))
+
+    def reserve(self, rows: int, cols: int, dtype: torch.dtype) -> None:
+        """Make room for gathered operands of ``rows`` x ``cols``, so that later calls within it grow nothing.
+        Collective.
+
+        Forward and backward passes within it make no hidden collective and allocate no symmetric memory. Symmetric
+        memory becomes four times the operand (two halves; a backward pass gathers and scatters at the same time).
+        """
+        if self._engine is None:
+            return
+        engine = self._engine
+        nbytes = rows * cols * dtype.itemsize
+        engine.enter("reserve", record := f"reserve rows={rows} cols={cols} dtype={dtype}".encode())
+        engine.agree_all(record, self.timeout_s)
+        engine.grow(2 * nbytes + 65536)
+        engine.reserve_scratch(2 * nbytes + 65536)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it. Collective."""
+        if self._engine is None:
+            self.stock.barrier()
+            return
+        engine = self._live()
+        engine.enter("barrier", b"barrier")
+        engine.agree_all(b"barrier", self.timeout_s)
+
+    # -- looking in ----------------------------------------------------------------------------------------------------
+    def count(self, op: str, overlapped: bool, reason: str = "") -> None:
+        """Count a call that an adapter served, for ``stats``."""
+        self._counts[op, self.transport, reason if overlapped else f"fallback:{reason}"] += 1
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since ``init``: calls by op, overlapped and fallback with reasons, symmetric bytes. Local, never
+        synchronises.
+        """
+        overlapped = {f"{op}/{how}": n for (op, _, how), n in self._counts.items() if not how.startswith("fallback:")}
+        fallback = {f"{op}/{how[9:]}": n for (op, _, how), n in self._counts.items() if how.startswith("fallback:")}
+        return {
+            "transport": self.transport,
+            "calls": sum(self._counts.values()),
+            "overlapped": sum(overlapped.values()),
+            "fallback": sum(fallback.values()),
+            "overlapped_by_op": overlapped,
+            "fallback_by_op": fallback,
+            "symmetric_nbytes": 0 if self._engine is None else self._engine.symmetric_nbytes,
+            "heap_growths": 0 if self._engine is None else self._engine.generation,
+        }
+
+    def explain(self, problem: Problem | None = None) -> str:
+        """Say what was chosen, over what, and why. Local."""
+        lines = [f"rank {self.rank} of {self.size} on {self.device}: transport {self.transport}"]
+        if self.choice is not None:
+            lines.append(f"  {self.choice.why()}")
+        lines += [
+            f"  {name} = {getattr(self.config, name)!r} ({source})"
+            for name, source in sorted(self.config.sources.items())
+        ]
+        for p in [problem] if problem is not None else list(self._knobs):
+            others = (
+                [k for k in schedules.candidates(p, self.caps) if k.schedule != self.knobs(p).schedule]
+                if not self.off
+                else []
+            )
+            names = sorted({k.schedule for k in others})
+            chosen = "stock" if self.off else str(self.knobs(p))
+            lines.append(f"  {_sizes(p)}: {chosen}; other schedules: {', '.join(names) or 'none'}")
+        return "\n".join(lines)
+
+    # -- end -----------------------------------------------------------------------------------------------------------
+    def abort(self, reason: str = "by request") -> None:
+        """Fail this communicator here and at its peers: blocked and later calls raise CommAborted. Any thread,
+        idempotent.
+        """
+        if self._engine is not None and not self.closed:
+            self._engine.transport.abort(reason)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Leave the group and give everything back. Collective when healthy, local after a fault; idempotent."""
+        with _lock:
+            if self.closed:
+                return
+            self.closed = True
+            for key in [k for k, v in _alive.items() if v is self]:
+                del _alive[key]
+        if os.getpid() != self._pid:
+            # A forked child owns none of it.
+            return
+        if self._engine is not None:
+            transport = self._engine.transport
+            try:
+                self._engine.close(healthy=transport.fault is None)
+            finally:
+                transport.close(timeout_s)
+        self.group.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: Any) -> None:
+        if value is not None:
+            # Also after an error that only this rank saw (a ShapeError): the others would wait for us in vain.
+            self.abort(f"{type(value).__name__}: {value}")
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank={self.rank}, size={self.size}, transport={self.transport!r}, device={self.device})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Communicator belongs to its process: pass the group, and call commbackend.init there")
+
+    def _live(self) -> Engine:
+        engine = self._engine
+        if self.closed:
+            raise CommAborted(f"the communicator of rank {self.rank} is closed", rank=self.rank)
+        if os.getpid() != self._pid:
+            raise CommAborted(
+                f"this communicator was made in process {self._pid}, before a fork: call commbackend.init in process"
+                f" {os.getpid()}",
+                rank=self.rank,
+            )
+        if engine is None:
+            raise Unsupported("transport is 'off': only the stock path is served")
+        return engine
+
+
+def init(
+    group: Any = None, *, device: torch.device | str | None = None, name: str = "default", **overrides: Any
+) -> Communicator:
+    """Return the communicator of ``group``, connecting it on the first call. Collective the first time, local
+    afterwards.
+
+    Args:
+        group: A torch ProcessGroup, a 1-D DeviceMesh (or ``(mesh, "dim")``), a group name, an mpi4py communicator, or
+            None for torch.distributed's default group or, without one, the launcher's ranks (torchrun, mpirun, srun).
+        device: Where tensors live; default: cuda if torch has a device, else cpu.
+        name: Distinguishes several communicators on one group.
+        **overrides: Fields of ``config.Config``; an argument wins over its COMMBACKEND_ variable.
+
+    Raises:
+        ConfigError: A value cannot be honoured, ranks are configured differently, or the group has a communicator with
+            other settings.
+        Unavailable: No transport serves all ranks; the message is a table of ranks and reasons.
+        CommTimeout: A rank did not come.
+    """
+    where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = resolve(**overrides)
+    resolved = resolve_group(group, name=name, config=config)
+    key = (resolved.key, where.type, name)
+    found = _alive.get(key)
+    if found is not None and not found.closed:
+        if overrides and config != found.config:
+            raise ConfigError(
+                "this group already has a communicator with other settings:"
+                f" {_differences(found.config, config)}; close it first"
+            )
+        return found
+    comm = Communicator(resolved, config, where, Stock.of(group, resolved))
+    with _lock:
+        _alive[key] = comm
+    return comm
+
+
+def resolve_communicator(group: Any = None, *, device: torch.device | None = None) -> Communicator:
+    """Return the communicator an op should use: ``group`` itself if it is one, else ``init(group)``."""
+    if isinstance(group, Communicator):
+        return group
+    where = device.type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    pg = process_group_of(group) if not isinstance(group, Group) else None
+    known = _defaults.get(pg, {}).get(where) if pg is not None else None
+    if known is not None and not known.closed:
+        return known
+    comm = init(group, device=where)
+    if pg is not None:
+        _defaults.setdefault(pg, {})[where] = comm
+    return comm
+
+
+def explain(group: Any = None, problem: Problem | None = None) -> str:
+    """``Communicator.explain`` of a group's communicator."""
+    return resolve_communicator(group).explain(problem)
+
+
+def stats(group: Any = None) -> dict[str, Any]:
+    """``Communicator.stats`` of a group's communicator; without ``group`` of all of this process, by transport and
+    rank.
+    """
+    if group is not None:
+        return resolve_communicator(group).stats()
+    with _lock:
+        return {f"{c.transport} {c.rank}/{c.size} #{i}": c.stats() for i, c in enumerate(_alive.values())}
+
+
+def describe(problem: Problem, knobs: Knobs) -> bytes:
+    """The record of a call that all ranks must agree on: only what must be equal, in at most 480 bytes of text."""
+    polls = "/polls" if knobs.polls else ""
+    text = f"{_sizes(problem, local=False)} by {knobs.schedule}/{knobs.chunks}/{knobs.lanes}{polls}"
+    raw = text.encode()
+    if len(raw) > 440:
+        raw = raw[:400] + b"... #" + hashlib.blake2b(raw, digest_size=16).hexdigest().encode()
+    return raw
+
+
+# Dimensions that may differ between ranks: output features of gather ops, inner features of reduce ops.
+_LOCAL_N = {"all_gather_matmul", "dgrad_reduce_scatter", "dgrad_all_reduce"}
+_LOCAL_K = {"matmul_reduce_scatter", "matmul_all_reduce"}
+
+
+def _sizes(problem: Problem, *, local: bool = True) -> str:
+    rows = f"{problem.rows[0]}x{problem.size}" if len(set(problem.rows)) == 1 else ",".join(map(str, problem.rows))
+    parts = [problem.op, f"rows={rows}", f"dtype={problem.dtype}"]
+    if problem.blocks != 1:
+        parts.append(f"blocks={problem.blocks}")
+    if local or problem.op not in _LOCAL_K:
+        parts.append(f"k={problem.k}")
+    if problem.n:
+        parts.append(
+            f"n={','.join(map(str, problem.n))}" if local or problem.op not in _LOCAL_N else f"weights={len(problem.n)}"
+        )
+    if problem.bias and (local or problem.op not in _LOCAL_N):
+        parts.append("bias")
+    return " ".join([*parts, *problem.flags])
+
+
+def _gemm_providers(config: Config, device: torch.device) -> list[GemmProvider]:
+    names = registry.auto_names("gemm", device.type) if config.gemm == "auto" else config.gemm.split(",")
+    found: list[GemmProvider] = []
+    for name in names:
+        try:
+            provider = registry.gemm(name)
+            provider.probe(device)
+        except Unavailable as e:
+            if config.gemm != "auto":
+                raise
+            log.info("commbackend: GEMM provider %s: %s", name, e)
+        else:
+            found.append(provider())
+    return found
+
+
+def _differences(old: Config, new: Config) -> str:
+    fields = [f for f in type(old).__dataclass_fields__ if f != "sources" and getattr(old, f) != getattr(new, f)]
+    return ", ".join(f"{f}: {getattr(old, f)!r} there, {getattr(new, f)!r} asked" for f in fields)

@@ -1,0 +1,278 @@
+"""What keeps deadlines on a GPU: a thread that reads slots, and poisons them when a wait must end.
+
+A stream wait has no deadline of its own. ``Watch`` holds the list of enqueued waits, looks at the slots now and then
+over a stream of its own, and when one is overdue makes the transport fail. Once the transport has failed, for whatever
+reason, it raises the status word and writes poison into every slot here, and into this rank's slots at its peers,
+again and again until the transport is closed (a late put may overwrite poison).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from typing import NamedTuple, Protocol
+
+from .contract import POISON
+from .copy_kernels import REPORT_WORDS, TIMED_OUT
+from .cuda_driver import Driver
+from .cuda_slots import DeviceSlots
+from .errors import CommAborted, CommBackendError, CommTimeout
+
+__all__ = ["POISON_NBYTES", "PendingWait", "Watch"]
+
+log = logging.getLogger("commbackend")
+
+#: Bytes of the page of poison that slots are overwritten from, and of the page slots are read into.
+POISON_NBYTES = 65536
+_STATUS_FAULT = 3
+_REPOISON_S = 0.05
+_ANSWER_S = 0.5
+# Streams share hardware queues; if one is stuck behind a wait, another stream may be on a free one.
+_MOST_STREAMS = 32
+
+
+class PendingWait(NamedTuple):
+    """A wait on a stream that may not have ended yet. Times are of ``time.monotonic()``."""
+
+    table: DeviceSlots
+    peer: int
+    word: int
+    value: int
+    started: float
+    deadline: float
+    op: str
+    seq: int
+
+
+class _Owner(Protocol):
+    """The transport, as the watch needs it."""
+
+    rank: int
+
+    @property
+    def fault(self) -> CommBackendError | None: ...
+    def abort(self, reason: str, cause: CommBackendError | None = None) -> None: ...
+
+
+class Watch:
+    """The watch of one transport. ``start`` begins the thread; ``stop`` ends it and frees what it holds.
+
+    Args:
+        status: Address of the device word that is not 0 after a fault.
+        poison: Address of POISON_NBYTES bytes of device memory that this object fills with poison.
+    """
+
+    def __init__(self, owner: _Owner, driver: Driver, status: int, poison: int, period_s: float) -> None:
+        self._owner, self._rank, self._driver = weakref.ref(owner), owner.rank, driver
+        self._status, self._poison_page, self._period_s = status, poison, period_s
+        #: Tables by the index their tags carry.
+        self.tables: dict[int, DeviceSlots] = {}
+        self.pending: deque[PendingWait] = deque()
+        self._bell, self._stopping, self._reading = threading.Event(), False, threading.Lock()
+        self._warned: set[PendingWait] = set()
+        self._complained = False
+        self._streams: list[int] = []
+        self._page = 0
+        self._thread = threading.Thread(target=self._run, name=f"commbackend-watch-{owner.rank}", daemon=True)
+        try:
+            self._page = driver.host_alloc(POISON_NBYTES + 4096)
+            #: Address in host memory of the report that wait kernels write.
+            self.report = self._page + POISON_NBYTES
+            ctypes.memset(self._page, 0, POISON_NBYTES + 4096)
+            self._words = (ctypes.c_int64 * (POISON_NBYTES // 8)).from_address(self._page)
+            self._report = (ctypes.c_int64 * REPORT_WORDS).from_address(self.report)
+            self._host_word = ctypes.c_int64.from_address(self.report + 64)
+            self._streams.append(driver.stream())
+            self._fill_poison()
+        except CommBackendError:
+            self.stop()
+            raise
+
+    def _fill_poison(self) -> None:
+        for i in range(len(self._words)):
+            self._words[i] = POISON
+        stream = self._streams[0]
+        self._driver.copy(self._poison_page, self._page, POISON_NBYTES, stream)
+        self._driver.write_value(self._status, 0, stream)
+        if not self.settle(stream, 10.0):
+            raise CommAborted(f"rank {self._rank}: the device does not finish a copy of {POISON_NBYTES} bytes in 10 s")
+
+    def prove(self) -> bool:
+        """Whether a store gets past a stream that is held by a stream wait: not so where all streams share one hardware
+        queue (CUDA_DEVICE_MAX_CONNECTIONS=1). The wait is for a word in host memory, so this always ends.
+        """
+        held = self._driver.stream()
+        self._host_word.value = 0
+        try:
+            self._driver.wait_value(ctypes.addressof(self._host_word), 1, held)
+            self._driver.write_value(self._status, 0, self._streams[0])
+            return self.settle(self._streams[0], 1.0)
+        finally:
+            self._host_word.value = 1
+            self.settle(held, 10.0)
+            self._driver.stream_destroy(held)
+
+    # -- use from outside -------------------------------------------------------------------------------------------
+    @property
+    def stream(self) -> int:
+        """A stream that nothing of the caller's runs on, for set-up work. Let it settle."""
+        return self._streams[0]
+
+    def settle(self, stream: int, timeout_s: float) -> bool:
+        """Wait on the host until ``stream`` is idle. Never on the hot path."""
+        end, pause = time.monotonic() + timeout_s, 20e-6
+        while not self._driver.idle(stream):
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
+        return True
+
+    def read_bytes(self, address: int, nbytes: int) -> bytes:
+        """Present bytes of device memory. Raises CommTimeout if the device does not answer."""
+        out = b""
+        with self._reading:
+            for start in range(0, nbytes, POISON_NBYTES):
+                some, stream = min(POISON_NBYTES, nbytes - start), self._streams[-1]
+                self._driver.copy(self._page, address + start, some, stream)
+                if not self.settle(stream, _ANSWER_S):
+                    raise CommTimeout(f"rank {self._rank}: the device did not read {some} bytes in {_ANSWER_S} s")
+                out += ctypes.string_at(self._page, some)
+        return out
+
+    def read(self, address: int, words: int) -> list[int]:
+        """Present values of ``words`` 64-bit words. Raises as ``read_bytes``."""
+        return list(struct.unpack(f"<{words}q", self.read_bytes(address, 8 * words)))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def ring(self) -> None:
+        """Have the thread look at once. Any thread."""
+        self._bell.set()
+
+    def stop(self) -> None:
+        """End the thread and free what this object holds. Local, idempotent."""
+        self._stopping = True
+        self._bell.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(10.0)
+        if not self._thread.is_alive():
+            while self._streams:
+                self._driver.stream_destroy(self._streams.pop())
+            if self._page:
+                page, self._page = self._page, 0
+                self._driver.host_free(page)
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            self._driver.make_current()
+        except CommBackendError as e:
+            self._fail(e)
+            return
+        while not self._stopping:
+            self._bell.wait(self._nap_s())
+            self._bell.clear()
+            owner = self._owner()
+            if owner is None or self._stopping:
+                return
+            try:
+                if owner.fault is None:
+                    self._look(owner)
+                if owner.fault is not None:
+                    self._poison()
+            except CommBackendError as e:
+                self._fail(e)
+            del owner
+
+    def _fail(self, error: CommBackendError) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.abort(str(error), error)
+        if not self._complained:
+            self._complained = True
+            log.error("commbackend: rank %d: watch of device slots: %s", self._rank, error)
+
+    def _nap_s(self) -> float:
+        owner = self._owner()
+        if owner is None or owner.fault is not None:
+            return _REPOISON_S
+        soonest = min((p.deadline for p in list(self.pending)), default=float("inf"))
+        return min(self._period_s, max(soonest - time.monotonic(), 0.001))
+
+    def _look(self, owner: _Owner) -> None:
+        if self.reported:
+            owner.abort(*self.reason())
+        if not self.pending:
+            return
+        seen: dict[DeviceSlots, list[int]] = {}
+        for table in {p.table for p in list(self.pending)}:
+            try:
+                seen[table] = self.read(table.local, table.words * table.size)
+            except CommTimeout:
+                seen[table] = [-1] * (table.words * table.size)
+        now = time.monotonic()
+        left: list[PendingWait] = []
+        for _ in range(len(self.pending)):  # what is appended meanwhile is looked at next time
+            wait = self.pending.popleft()
+            value = seen.get(wait.table, [])
+            found = value[wait.peer * wait.table.words + wait.word] if value else -1
+            if found < wait.value:
+                left.append(wait)
+                if now >= wait.deadline:
+                    owner.abort(*self._late(wait, found, now))
+                elif now - wait.started > (wait.deadline - wait.started) / 10 and wait not in self._warned:
+                    self._warned.add(wait)
+                    log.warning("commbackend: %s", self._late(wait, found, now)[0])
+        self.pending.extendleft(reversed(left))
+        self._warned.intersection_update(left)
+
+    def _late(self, wait: PendingWait, seen: int, now: float) -> tuple[str, CommTimeout]:
+        message = (
+            f"rank {self._rank} has waited {now - wait.started:.3f} s for rank {wait.peer} in {wait.op or 'a call'}"
+            f" (call {wait.seq}): word {wait.word} is {seen}, wanted {wait.value}"
+        )
+        return message, CommTimeout(message, rank=wait.peer, op=wait.op, seq=wait.seq, wanted=wait.value, seen=seen)
+
+    @property
+    def reported(self) -> bool:
+        """Whether a wait kernel has reported a fault. As cheap as a look into memory."""
+        return self._report[0] != 0
+
+    def reason(self) -> tuple[str, CommBackendError]:
+        """The text and the error of what a wait kernel has reported."""
+        state, tag, wanted, seen = self._report
+        peer, word = tag >> 32 & 0xFFFF, tag & 0xFFFFFFFF
+        if state != TIMED_OUT:
+            text = f"rank {self._rank}: word {word} of rank {peer} was poisoned (wanted {wanted})"
+            return text, CommAborted(text, rank=peer)
+        call = next((p for p in list(self.pending) if (p.peer, p.word, p.value) == (peer, word, wanted)), None)
+        op, seq = (call.op, call.seq) if call else ("", -1)
+        text = (
+            f"rank {self._rank} waited in a kernel for rank {peer} in {op or 'a call'} (call {seq}) until the deadline:"
+            f" word {word} is {seen}, wanted {wanted}"
+        )
+        return text, CommTimeout(text, rank=peer, op=op, seq=seq, wanted=wanted, seen=seen)
+
+    def _poison(self) -> None:
+        stream = self._streams[-1]
+        if not self._driver.idle(stream) and len(self._streams) < _MOST_STREAMS:
+            stream = self._driver.stream()
+            self._streams.append(stream)
+        self._driver.write_value(self._status, _STATUS_FAULT, stream)
+        for table in list(self.tables.values()):
+            self._overwrite(table.local, table.nbytes, stream)
+            for peer, address in enumerate(table.raise_at):
+                if peer != table.rank:
+                    self._overwrite(address, 8 * table.words, stream)
+        self.settle(stream, _ANSWER_S)
+
+    def _overwrite(self, address: int, nbytes: int, stream: int) -> None:
+        for start in range(0, nbytes, POISON_NBYTES):
+            self._driver.copy(address + start, self._poison_page, min(POISON_NBYTES, nbytes - start), stream)

@@ -1,0 +1,286 @@
+"""``commbackend doctor``: what works here, what does not and why, with the sizes, versions and settings that matter.
+
+Under torchrun, mpirun or srun every rank looks at its own process; rank 0 prints one report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import __version__, registry
+from .config import launcher, resolve, settings, unknown_variables
+from .errors import CommBackendError, ConfigError, Unavailable
+
+__all__ = ["examine", "main", "show_versions", "versions"]
+
+# Distributions whose version matters, by the name shown.
+_DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "numpy": ("numpy",),
+    "triton": ("triton",),
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    "cuda-bindings": ("cuda-bindings",),
+    "nvshmem4py": ("nvshmem4py-cu13", "nvshmem4py-cu12"),
+    "mpi4py": ("mpi4py",),
+    "rich": ("rich",),
+    "matplotlib": ("matplotlib",),
+}
+
+Report = dict[str, Any]
+
+
+def examine() -> Report:
+    """Return what this process finds about itself. Local; leaves nothing behind.
+
+    The keys: "launch", "host", "transports" and "gemm" (name -> usable, reason, hint, device), "sizes", "gpus",
+    "versions", "config" (field -> value, source), "unknown_variables", "config_error".
+    """
+    launch = launcher()
+    report: Report = {
+        "launch": {"dialect": launch.dialect, "rank": launch.rank, "size": launch.size},
+        "host": socket.gethostname(),
+        "transports": _probe_all("transport"),
+        "gemm": _probe_all("gemm"),
+        "sizes": _sizes(),
+        "gpus": _gpus(),
+        "versions": versions(),
+        "config": {},
+        "unknown_variables": unknown_variables(),
+        "config_error": "",
+    }
+    try:
+        config = resolve()
+        report["config"] = {
+            f.name: {"value": getattr(config, f.name), "source": config.sources[f.name]} for f in settings()
+        }
+    except ConfigError as e:
+        report["config_error"] = str(e)
+    return report
+
+
+def _probe_all(kind: str) -> dict[str, dict[str, Any]]:
+    import torch
+
+    found: dict[str, dict[str, Any]] = {}
+    has_cuda = torch.cuda.is_available()
+    for name in registry.names(kind):
+        entry = registry.entry(kind, name)
+        types = ["cpu", "cuda"] if entry.device == "any" and has_cuda else ["cpu" if entry.device == "any" else entry.device]
+        row: dict[str, Any] = {"device": entry.device, "usable": False, "reason": "", "hint": ""}
+        try:
+            cls: Any = registry.transport(name) if kind == "transport" else registry.gemm(name)
+            for device in types:
+                cls.probe(torch.device(device))
+            row["usable"] = True
+        except Unavailable as e:
+            row |= {"reason": e.reason, "hint": e.hint}
+        except Exception as e:  # a provider's own bug must not hide what the others say
+            row["reason"] = f"its probe raised {type(e).__name__}: {e}"
+        row["automatic"] = entry.auto >= 0
+        found[name] = row
+    return found
+
+
+# -- facts
+# --------------------------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """Return name -> version of everything that matters here, "" for what is not installed. Imports only torch."""
+    found = {
+        "commbackend": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+    for name, distributions in _DISTRIBUTIONS.items():
+        found[name] = ""
+        for distribution in distributions:
+            try:
+                found[name] = importlib.metadata.version(distribution)
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    import torch
+
+    found["torch"] = torch.__version__  # with the local part that its metadata may lack
+    found["cuda"] = torch.version.cuda or ""
+    found["nccl"] = ""
+    if torch.cuda.is_available():
+        nccl: Any = torch.cuda.nccl
+        found["nccl"] = ".".join(map(str, nccl.version()))
+    return found
+
+
+def show_versions() -> None:
+    """Print the versions of everything that matters, for bug reports."""
+    for name, version in versions().items():
+        print(f"{name:<14} {version or 'not installed'}")
+
+
+def _sizes() -> dict[str, Any]:
+    """Return limits of this process and its host; bytes, or -1 for unlimited or unknown."""
+    shm = {"total_nbytes": -1, "free_nbytes": -1}
+    try:
+        stat = os.statvfs("/dev/shm")
+        shm = {"total_nbytes": stat.f_blocks * stat.f_frsize, "free_nbytes": stat.f_bavail * stat.f_frsize}
+    except OSError:
+        shm["total_nbytes"] = 0  # no /dev/shm here
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {
+        "dev_shm": shm,
+        "open_files": {"soft": soft, "hard": hard},
+        "memlock_nbytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_nbytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_limit_nbytes": _cgroup_limit(),
+    }
+
+
+def _cgroup_limit() -> int:
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        # Version 1 says "no limit" by a number near 2**63.
+        return int(text) if text.isdigit() and int(text) < 1 << 60 else -1
+    return -1
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        found.append({"name": about.name, "uuid": str(about.uuid), "memory_nbytes": about.total_memory})
+    return found
+
+
+# -- the report
+# --------------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; return 0 if some transport works on every rank, else 1. Collective under a launcher."""
+    parser = argparse.ArgumentParser(prog="commbackend doctor", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="how long to wait for other ranks (default 60)")
+    args = parser.parse_args(argv)
+    reports, hosts, problem = _gather(examine(), args.timeout_s)
+    if not reports:
+        return 0  # rank 0 prints
+    usable = [n for n in reports[0]["transports"] if all(r["transports"][n]["usable"] for r in reports)]
+    if args.json:
+        print(json.dumps({"ranks": reports, "hosts": hosts, "usable": usable, "problem": problem}, indent=2))
+    else:
+        print("\n".join(_render(reports, hosts, problem)))
+    return 0 if usable and not problem and not any(r["config_error"] for r in reports) else 1
+
+
+def _gather(report: Report, timeout_s: float) -> tuple[list[Report], list[int], str]:
+    """Return all ranks' reports (rank 0; none elsewhere), the proven host of every rank, and what went wrong."""
+    if report["launch"]["size"] == 1:
+        return [report], [0], ""
+    from . import topology
+    from .config import Config
+    from .group import resolve_group
+
+    rank = report["launch"]["rank"]
+    try:
+        group = resolve_group(None, name="doctor", config=Config(init_timeout_s=timeout_s))
+        reports = [json.loads(raw) for raw in group.exchange(json.dumps(report).encode(), timeout_s=timeout_s)]
+        hosts = list(topology.survey(group, timeout_s=timeout_s).hosts)
+        group.close()
+    except CommBackendError as e:
+        return ([report], [0], str(e)) if rank == 0 else ([], [], "")
+    return (reports, hosts, "") if rank == 0 else ([], [], "")
+
+
+def _render(reports: list[Report], hosts: list[int], problem: str) -> list[str]:
+    first = reports[0]
+    out = [f"commbackend {__version__}: {len(reports)} rank{'s' if len(reports) > 1 else ''}"]
+    if problem:
+        out += ["", f"The other ranks were not reached: {problem}"]
+    if len(reports) > 1:
+        rows = [[str(r), str(h), reports[r]["host"], _gpu_names(reports[r])] for r, h in enumerate(hosts)]
+        out += ["", "Ranks (hosts as proven by reaching each other)", *_table(["rank", "host", "name", "gpus"], rows)]
+    for kind, title in (("transports", "Transports"), ("gemm", "GEMM providers")):
+        out += ["", title, *_table(["name", "for", "usable", "reason"], _verdicts(reports, kind))]
+    sizes = first["sizes"]
+    rows = [
+        ["/dev/shm", f"{_mib(sizes['dev_shm']['free_nbytes'])} free of {_mib(sizes['dev_shm']['total_nbytes'])}"],
+        ["memory", f"{_mib(sizes['memory_nbytes'])}, limit {_mib(sizes['memory_limit_nbytes'])}"],
+        ["locked memory", _mib(sizes["memlock_nbytes"])],
+        ["open files", f"{sizes['open_files']['soft']} (may be raised to {sizes['open_files']['hard']})"],
+        ["cpus", str(sizes["cpus"])],
+        ["gpus", _gpu_names(first) or "none"],
+    ]
+    out += ["", "Sizes" + (" (rank 0)" if len(reports) > 1 else ""), *_table([], rows)]
+    out += ["", "Versions", *_table([], [[n, v or "not installed"] for n, v in first["versions"].items()])]
+    out += [f"  rank {r}: {d}" for r, d in _different(reports, "versions")]
+    rows = [[n, str(c["value"]), c["source"]] for n, c in first["config"].items()]
+    out += ["", "Configuration", *_table(["field", "value", "from"], rows)]
+    out += [f"  rank {r}: {d}" for r, d in _different(reports, "config")]
+    for rank, report in enumerate(reports):
+        out += [f"  rank {rank}: unknown variable {v}{hint}" for v, hint in report["unknown_variables"].items()]
+        out += [f"  rank {rank}: {report['config_error']}"] if report["config_error"] else []
+    return out
+
+
+def _verdicts(reports: list[Report], kind: str) -> list[list[str]]:
+    """Return name, device, usable, reason; ranks with the same verdict share a row."""
+    rows = []
+    for name, about in reports[0][kind].items():
+        by_verdict: dict[tuple[bool, str, str], list[int]] = {}
+        for rank, report in enumerate(reports):
+            v = report[kind].get(name, {"usable": False, "reason": "not known at this rank", "hint": ""})
+            by_verdict.setdefault((v["usable"], v["reason"], v["hint"]), []).append(rank)
+        for (usable, reason, hint), ranks in by_verdict.items():
+            where = "" if len(ranks) == len(reports) else f" (rank {', '.join(map(str, ranks))})"
+            text = "" if about["automatic"] else "only by name"
+            if reason:
+                text = f"{reason} -> {hint}" if hint else reason
+            rows.append([name, about["device"], ("yes" if usable else "no") + where, text])
+    return rows
+
+
+def _different(reports: list[Report], key: str) -> list[tuple[int, str]]:
+    """Return (rank, "name value") for what differs from rank 0."""
+    out = []
+    for rank, report in enumerate(reports[1:], 1):
+        for name, value in report[key].items():
+            if value != reports[0][key].get(name):
+                out.append((rank, f"{name} is {value['value'] if isinstance(value, dict) else value}"))
+    return out
+
+
+def _gpu_names(report: Report) -> str:
+    names = [g["name"] for g in report["gpus"]]
+    return ", ".join(f"{names.count(n)} x {n}" for n in sorted(set(names)))
+
+
+def _mib(nbytes: int) -> str:
+    return "unlimited" if nbytes < 0 else f"{nbytes / (1 << 20):,.0f} MiB"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Return rows as aligned lines; the last column is free. Heads are bold on a terminal."""
+    every = ([head] if head else []) + rows
+    widths = [max(len(row[i]) for row in every) for i in range(len(every[0]) - 1)] if every else []
+    lines = ["  " + "  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[-1]]).rstrip() for row in every]
+    if head and sys.stdout.isatty():
+        lines[0] = f"\033[1m{lines[0]}\033[0m"
+    return lines

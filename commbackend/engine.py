@@ -1,0 +1,234 @@
+"""The engine: the only place that executes plans. It knows step kinds and roles, and no transport by name.
+
+``Engine.bind`` turns a ``Program`` into steps with every address worked out beforehand; ``Engine.run`` runs them for
+one call. Binding is one ``match`` over the step kinds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .binding import ALIGN, Binder, Bound, aligned
+from .contract import Collective as CollectiveRole
+from .contract import GemmKernel, GemmProblem, GemmProvider, OneSided, SymBuffer, Transport
+from .errors import CollectiveMismatch, CommBackendError, Unsupported
+from .lanes import HostLanes, Recorder
+from .plan import (
+    SLOTS_PER_RANK,
+    Program,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .streams import StreamLanes
+
+__all__ = ["Call", "Engine", "mismatch_text"]
+
+#: More lanes than any plan has.
+_NO_STREAMS: tuple[None, ...] = (None,) * 16
+
+
+class Call:
+    """One execution of a bound program: what its steps need to know."""
+
+    __slots__ = ("_engine", "checked", "deadline", "half", "record", "seq", "streams", "tensors")
+
+    def __init__(self, engine: Engine, seq: int, deadline: float, record: bytes, tensors: Mapping[str, Tensor]) -> None:
+        self._engine, self.seq, self.half, self.deadline = engine, seq, seq % 2, deadline
+        self.record, self.tensors = record, tensors
+        self.checked: set[int] = set()
+        #: One a lane: a cudaStream_t, or None where lanes are threads.
+        self.streams: tuple[int | None, ...] = _NO_STREAMS
+
+    def check(self, peer: int) -> None:
+        """Compare ``peer``'s record of this call with ours, once. Raises CollectiveMismatch."""
+        if peer not in self.checked:
+            self._engine.agree(self, peer)
+            self.checked.add(peer)
+
+    def failed(self, error: BaseException) -> None:
+        """A lane failed: release the waits of the other lanes and tell the peers."""
+        self._engine.fail(error)
+
+
+class Engine:
+    """Executes programs over one transport, with one GEMM provider.
+
+    Args:
+        transport: Connected. The engine allocates its slots and its heap there and closes them; it does not close the
+            transport.
+        providers: GEMM providers in order of preference; the first that supports a problem serves it.
+        device: Where the caller's tensors live.
+    """
+
+    def __init__(
+        self, transport: Transport, providers: Sequence[GemmProvider], device: torch.device, name: str
+    ) -> None:
+        self.transport, self.device = transport, device
+        self._providers = tuple(providers)
+        self._one_sided = transport if isinstance(transport, OneSided) else None
+        self._collective = transport if isinstance(transport, CollectiveRole) else None
+        self.rank, self.size = transport.rank, transport.size
+        self._slots = self._one_sided.alloc_slots(SLOTS_PER_RANK) if self._one_sided and self.size > 1 else None
+        self._heap: SymBuffer | None = None
+        self._scratch: Tensor | None = None
+        self._kernels: dict[GemmProblem, GemmKernel] = {}
+        self._lanes: HostLanes | StreamLanes
+        if transport.caps.stream_ordered:
+            from .streams import StreamLanes
+
+            self._lanes = StreamLanes(device)
+        else:
+            self._lanes = HostLanes(name)
+        #: Bytes of one half of the heap, and how often it has grown.
+        self.half_nbytes, self.generation = 0, 0
+        self.seq = 0
+        self.recorder: Recorder | None = None
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+    def fits(self, program: Program) -> bool:
+        """Whether ``program`` runs without growing the heap. Local."""
+        # A heap buffer without rows needs no bytes, but still an address.
+        there = self._heap is not None or all(b.space != "heap" for b in program.buffers)
+        return there and program.heap_nbytes(ALIGN) <= self.half_nbytes
+
+    def grow(self, half_nbytes: int) -> None:
+        """Make each half hold ``half_nbytes``. Collective: all ranks pass one number. Invalidates bound programs."""
+        if self._one_sided is None or (self._heap is not None and half_nbytes <= self.half_nbytes):
+            return
+        half = -(-max(half_nbytes, 1) // 65536) * 65536
+        if self._heap is not None:
+            self._heap.close()
+            self._heap, self.half_nbytes = None, 0
+        self.generation += 1
+        self._heap = self._one_sided.alloc(2 * half)
+        self.half_nbytes = half
+
+    @property
+    def symmetric_nbytes(self) -> int:
+        """Bytes of symmetric memory held now."""
+        slots = 8 * SLOTS_PER_RANK * self.size if self._slots is not None else 0
+        return slots + (self._heap.nbytes if self._heap is not None else 0)
+
+    def reserve_scratch(self, nbytes: int) -> None:
+        """Make the private scratch hold ``nbytes``. Local. Invalidates bound programs when it grows."""
+        if self._scratch is None or self._scratch.numel() < nbytes:
+            self.generation += 1
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    # -- running -------------------------------------------------------------------------------------------------------
+    def run(self, bound: Bound, tensors: Mapping[str, Tensor], record: bytes, timeout_s: float) -> None:
+        """Execute one call. The record was posted under ``self.seq`` by ``enter``."""
+        call = Call(self, self.seq, time.monotonic() + timeout_s, record, tensors)
+        try:
+            with torch.no_grad():
+                self._lanes.run(bound.steps, bound.lanes, call, self.recorder)
+            self._check_all(call)
+        except BaseException as e:
+            # Whatever went wrong here (a user's KeyboardInterrupt too), the peers must not wait for the rest of the
+            # call.
+            self.fail(e)
+            raise
+
+    def enter(self, op: str, record: bytes) -> int:
+        """Begin the next call: give it its number and publish its record. Returns the number."""
+        self.seq += 1
+        self.transport.op, self.transport.seq = op, self.seq
+        if self.size > 1:
+            self.transport.post(self.seq, record)
+        return self.seq
+
+    def agree_all(self, record: bytes, timeout_s: float) -> None:
+        """Compare every peer's record of the present call with ours, before a step that all must take together."""
+        try:
+            self._check_all(Call(self, self.seq, time.monotonic() + timeout_s, record, {}))
+        except BaseException as e:
+            self.fail(e)
+            raise
+
+    def _check_all(self, call: Call) -> None:
+        for peer in range(self.size):
+            if peer != self.rank:
+                call.check(peer)
+
+    def agree(self, call: Call, peer: int) -> None:
+        """Raise CollectiveMismatch, on all ranks, if ``peer``'s record of ``call`` differs from ours."""
+        theirs = self.transport.record(peer, call.seq, call.deadline)
+        if theirs == call.record:
+            return
+        # Who else says what: wait only shortly for the others, the verdict is already certain.
+        said = {self.rank: call.record, peer: theirs}
+        soon = min(call.deadline, time.monotonic() + 1.0)
+        for other in range(self.size):
+            if other not in said:
+                try:
+                    said[other] = self.transport.record(other, call.seq, soon)
+                except CommBackendError:
+                    break
+        raise CollectiveMismatch(mismatch_text(call.seq, said))
+
+    def fail(self, error: BaseException) -> None:
+        """Make ``error`` the communicator's fault (the first one stays) and tell the peers."""
+        if isinstance(error, CommBackendError):
+            self.transport.abort(str(error), error)
+        else:
+            self.transport.abort(f"{type(error).__name__}: {error}")
+
+    def close(self, *, healthy: bool) -> None:
+        """Give back heap and slots (collective when healthy) and end the worker threads."""
+        self._lanes.close()
+        if self._heap is not None:
+            self._heap.close()
+        if self._slots is not None:
+            self._slots.close()
+        self._heap, self._slots, self.half_nbytes = None, None, 0
+        self.generation += 1
+
+    # -- binding -------------------------------------------------------------------------------------------------------
+    def bind(self, program: Program) -> Bound:
+        """Work out every address of ``program``. Local; allocates scratch. Call ``grow`` first where ``fits`` says no.
+
+        Raises:
+            PlanError: The program names what does not exist.
+            Unsupported: No GEMM provider serves one of its products; the reasons are listed.
+        """
+        scratch = [b for b in program.buffers if b.space == "scratch"]
+        self.reserve_scratch(sum(aligned(b) for b in scratch))
+        return Binder(self, program).bound()
+
+    def kernel(self, problem: GemmProblem) -> GemmKernel:
+        """Return the prepared kernel for ``problem`` from the first provider that supports it."""
+        found = self._kernels.get(problem)
+        if found is None:
+            reasons = []
+            for provider in self._providers:
+                reason = provider.supports(problem)
+                if reason is None:
+                    found = self._kernels[problem] = provider.prepare(problem)
+                    break
+                reasons.append(f"{provider.name}: {reason}")
+            else:
+                raise Unsupported(f"no GEMM provider for {problem}: " + "; ".join(reasons or ["none configured"]))
+        return found
+
+    def supports(self, problem: GemmProblem) -> str | None:
+        """Return None if some provider supports ``problem``, else all reasons in one line."""
+        reasons = [p.supports(problem) for p in self._providers]
+        return None if None in reasons else "; ".join(str(r) for r in reasons) or "no GEMM provider"
+
+
+def mismatch_text(seq: int, said: Mapping[int, bytes]) -> str:
+    """Say who differs: ranks grouped by what they called, the smaller groups first."""
+    groups: dict[bytes, list[int]] = {}
+    for rank in sorted(said):
+        groups.setdefault(said[rank], []).append(rank)
+    parts = [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} called {text.decode('utf-8', 'replace')}"
+        for text, ranks in sorted(groups.items(), key=lambda g: (len(g[1]), g[1]))
+    ]
+    return f"ranks disagree on call {seq}: " + "; ".join(parts)

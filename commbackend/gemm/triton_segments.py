@@ -1,0 +1,223 @@
+"""What a launch of the persistent kernel is told about its segments: which share a launch, and the table it reads.
+
+The layout of a table stands at the head of ``triton_kernels``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..contract import DeviceSlotTable, GemmSegment, Slot
+from ..errors import ShapeError, Unsupported
+from .triton_launch import Runtime
+
+__all__ = ["Frame", "Launch", "Table", "Tables", "grouped", "tabulate"]
+
+LAUNCH_WORDS, SEGMENT_WORDS = 2, 12
+# Size of one table, and how many launches of different layout are remembered.
+_TABLE_WORDS, _TABLES = 2048, 128
+
+
+class Frame:
+    """Consecutive segments whose rows of a, and of out, lie a whole number of rows apart in one piece of memory.
+
+    Attributes:
+        a, out, scale: Lowest addresses of the rows of a, out and scale_a; 0 while there is no row.
+        lda, ldc: Row strides in elements; 0 while there is at most one row.
+    """
+
+    __slots__ = ("_key", "a", "lda", "ldc", "out", "scale", "segments")
+
+    def __init__(self) -> None:
+        self._key: tuple[int, ...] = ()
+        self.a = self.out = self.scale = self.lda = self.ldc = 0
+        self.segments: list[GemmSegment] = []
+
+    def take(self, s: GemmSegment) -> bool:
+        """Add ``s`` if it fits in here; return whether it does."""
+        a, out, scale = s.a, s.out, s.scale_a
+        rows = a.shape[0]
+        if rows:
+            # One storage each: a tile that is read past the end of a segment must find readable memory there.
+            pieces = (a.untyped_storage(), out.untyped_storage(), None if scale is None else scale.untyped_storage())
+            key = tuple(0 if p is None else p.data_ptr() for p in pieces)
+            at = (a.data_ptr(), out.data_ptr(), 0 if scale is None else scale.data_ptr())
+            if not self._key:
+                self._key, (self.a, self.out, self.scale) = key, at
+                if rows > 1:
+                    self.lda, self.ldc = a.stride(0), out.stride(0)
+            elif key != self._key or not self._in_step(s, at):
+                return False
+            else:
+                self.a, self.out, self.scale = min(self.a, at[0]), min(self.out, at[1]), min(self.scale, at[2])
+        self.segments.append(s)
+        return True
+
+    def _in_step(self, s: GemmSegment, at: tuple[int, int, int]) -> bool:
+        if not self.lda or not self.ldc:
+            return False
+        if s.a.shape[0] > 1 and (s.a.stride(0) != self.lda or s.out.stride(0) != self.ldc):
+            return False
+        apart = (at[0] - self.a) % (self.lda * s.a.itemsize), (at[1] - self.out) % (self.ldc * s.out.itemsize)
+        return apart == (0, 0)
+
+    def row(self, s: GemmSegment) -> tuple[int, int, int]:
+        """First row of ``s`` in a, out and scale_a."""
+        if not s.a.shape[0]:
+            return 0, 0, 0
+        a = (s.a.data_ptr() - self.a) // (self.lda * s.a.itemsize) if self.lda else 0
+        out = (s.out.data_ptr() - self.out) // (self.ldc * s.out.itemsize) if self.ldc else 0
+        per_row = s.scale_a is not None and s.scale_a.numel() > 1
+        return a, out, (s.scale_a.data_ptr() - self.scale) // 4 if per_row and s.scale_a is not None else 0
+
+    def rows(self) -> tuple[int, int]:
+        """Rows of a and of out from the lowest address to the end of the last segment; at least 1."""
+        ends = [(*self.row(s)[:2], s.a.shape[0]) for s in self.segments]
+        return max(1, *(a + n for a, _, n in ends)), max(1, *(out + n for _, out, n in ends))
+
+
+class Launch:
+    """Segments that one launch serves: one b, bias, scale_b and column stride of a, and at most two frames."""
+
+    __slots__ = ("frames", "key")
+
+    def __init__(self, key: tuple[Any, ...]) -> None:
+        self.key = key
+        self.frames: list[Frame] = []
+
+    @property
+    def segments(self) -> list[GemmSegment]:
+        return [s for f in self.frames for s in f.segments]
+
+
+def grouped(segments: Sequence[GemmSegment]) -> list[Launch]:
+    """Split ``segments``, in their order, into as few launches as their memory allows. One for the plans of this package."""
+    launches: list[Launch] = []
+    words = 0
+    for s in segments:
+        key = (
+            s.a.stride(1), s.b.data_ptr(), s.b.shape, s.b.stride(), None if s.bias is None else s.bias.data_ptr(),
+            None if s.scale_b is None else s.scale_b.data_ptr(), s.scale_a is not None and s.scale_a.numel() != 1,
+        )  # fmt: skip
+        need = SEGMENT_WORDS + 1 + 4 * len(s.ready) + 2 * len(s.done) + 2 * len(s.addends)
+        words += need
+        launch = launches[-1] if launches and launches[-1].key == key else None
+        if launch is not None and words + LAUNCH_WORDS <= _TABLE_WORDS and launch.frames[-1].take(s):
+            continue
+        if launch is None or len(launch.frames) == 2 or words + LAUNCH_WORDS > _TABLE_WORDS:
+            launch, words = Launch(key), need
+            launches.append(launch)
+        frame = Frame()
+        frame.take(s)
+        launch.frames.append(frame)
+    return launches
+
+
+class Table(NamedTuple):
+    """``words`` of a launch's table; those before ``lists`` hold offsets into the table as negative numbers."""
+
+    words: list[int]
+    lists: int
+    tiles: int
+    base: int
+    slots: bool
+    waits: bool
+
+
+def tabulate(launch: Launch, bm: int, n_tiles: int) -> Table:
+    """Return the table of ``launch`` for tiles of ``bm`` rows and ``n_tiles`` tiles a row block. Slot values are relative to ``base``, so
+    that the next call has the same table.
+    """
+    segments = launch.segments
+    values = [slot.value for s in segments for _, slot in (*s.ready, *s.done)]
+    base = min(values, default=0)
+    lists = LAUNCH_WORDS + SEGMENT_WORDS * len(segments)
+    # One counter of finished tiles a segment, then the entries.
+    head, tail = [0] * LAUNCH_WORDS, [0] * len(segments)
+    tiles = number = 0
+    for frame in launch.frames:
+        for s in frame.segments:
+            a_row, out_row, scale_row = frame.row(s)
+            rows = s.a.shape[0]
+            head += [rows, a_row, out_row, tiles]
+            ready = [(_here(slot, w), slot.value - base, w, slot.word) for w, slot in s.ready]
+            done = [(_there(slot, p), slot.value - base) for p, slot in s.done]
+            addends = [(add.data_ptr(), add.stride(0)) for add in s.addends] if rows else []
+            for entries in (ready, done, addends):
+                head += [len(entries), -(lists + len(tail))]
+                tail += [word for entry in entries for word in entry]
+            head += [scale_row, -(lists + number)]
+            tiles += -(-rows // bm) * n_tiles
+            number += 1
+    return Table(head + tail, lists, tiles, base, bool(values), any(s.ready for s in segments))
+
+
+def _device(slot: Slot) -> DeviceSlotTable:
+    if not isinstance(slot.table, DeviceSlotTable):
+        raise ShapeError(
+            f"slots of {type(slot.table).__name__} have no device address: a transport with caps.device_signal is needed"
+        )
+    return slot.table
+
+
+def _here(slot: Slot, writer: int) -> int:
+    return _device(slot).address(writer, slot.word)
+
+
+def _there(slot: Slot, peer: int) -> int:
+    return _device(slot).peer_address(peer, slot.word)
+
+
+class Tables:
+    """Tables in device memory, by content and stream. A launch changes its counters, so streams share none.
+
+    ``zero``: a word that is always 0, the epoch of calls that give none.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._driver = runtime.driver
+        self._memory = torch.zeros((_TABLES, _TABLE_WORDS), dtype=torch.int64, device=runtime.device)
+        self._free = list(range(_TABLES))
+        self._bound: OrderedDict[tuple[int, tuple[int, ...]], int] = OrderedDict()
+        self._captured: set[int] = set()
+        self.zero = torch.zeros(1, dtype=torch.int64, device=runtime.device)
+
+    def address(self, table: Table, stream: int) -> int:
+        """Return the device address of ``table`` for launches on ``stream``; uploads it when it is new there."""
+        key = (stream, tuple(table.words))
+        place = self._bound.get(key)
+        capturing = self._driver.capturing(stream)
+        if place is not None:
+            self._bound.move_to_end(key)
+        elif capturing:
+            raise Unsupported(
+                "a product of this layout was never called on this stream: call it once before its capture"
+            )
+        else:
+            place = self._take(stream)
+            at = self._at(place)
+            words = [at - 8 * w if i < table.lists and w < 0 else w for i, w in enumerate(table.words)]
+            self._driver.upload(at, torch.tensor(words, dtype=torch.int64).numpy().tobytes(), stream)
+            self._bound[key] = place
+        if capturing:
+            self._captured.add(place)
+        return self._at(place)
+
+    def _at(self, place: int) -> int:
+        return self._memory.data_ptr() + 8 * _TABLE_WORDS * place
+
+    def _take(self, stream: int) -> int:
+        if self._free:
+            return self._free.pop()
+        usable = [key for key, place in self._bound.items() if place not in self._captured]
+        if not usable:
+            raise Unsupported(f"all {_TABLES} launch tables belong to captured graphs")
+        # Stream order protects launches of this stream that still read the oldest table; those of another are waited for.
+        victim = next((key for key in usable if key[0] == stream), usable[0])
+        if victim[0] != stream:
+            self._driver.follow(stream, victim[0])
+        return self._bound.pop(victim)

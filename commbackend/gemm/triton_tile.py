@@ -1,0 +1,446 @@
+"""The polling GEMM on CUDA: one persistent Triton kernel that waits for flags, multiplies, folds received partials in, and raises flags.
+
+No other kernel has to be launched between chunks. Rows are taken segment by segment in the order the caller gives; a tile never straddles two segments, so a
+segment whose rows are no multiple of ``granularity`` ends with a tile that is partly idle: at most ``granularity - 1`` rows of work a segment.
+
+A kernel that polls holds its SMs until its flags have risen. It therefore leaves ``RESERVED_SMS`` SMs to kernels of others (the application's collectives that
+precede a peer's put, a transport's copy kernels); ``TritonTile(reserve_sms=...)`` or ``sm_limit=`` of a call say otherwise. Measure the price with
+``benchmarks/gemm_flags.py``.
+
+Fast variants want what TMA and vector loads want: operands with one unit stride whose addresses and other strides are multiples of 16 bytes, n a multiple of 8. Anything else
+(odd k or n, transposed a) runs on a general variant with strided loads: right, polling as well, and slow.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+
+from ..contract import GemmProblem, GemmProvider, GemmSegment
+from ..errors import ShapeError, Unavailable, Unsupported
+from .triton_launch import DTYPES, CudaDriver, Loaded, Runtime
+from .triton_segments import Launch, Tables, grouped, tabulate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["RESERVED_SMS", "TileConfig", "TritonTile", "choose"]
+
+#: SMs that a polling launch leaves free unless told otherwise.
+RESERVED_SMS = 4
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_WIDE = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Shape of the kernel: a tile is ``bm`` x ``bn``, taken in steps of ``bk``.
+
+    Attributes:
+        stages, warps: As Triton means them.
+        group: Row blocks that share columns of b in L2.
+        split: Store the tile in two halves: half the shared memory for the result.
+        device_maps: Tensor maps are made by the kernel instead of by the host.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    stages: int
+    warps: int
+    group: int = 8
+    split: bool = False
+    device_maps: bool = False
+
+    def shared_nbytes(self, itemsize: int, out_itemsize: int) -> int:
+        """Estimate of the shared memory needed, from above."""
+        tile = self.bm * self.bn * out_itemsize // (2 if self.split else 1)
+        return self.stages * (self.bm + self.bn) * self.bk * itemsize + tile + 2048
+
+
+# By capability class and by m x n tiles: first entry whose ``tiles`` the problem reaches, measured, not searched at run time. (least tiles of bm x bn, config)
+_HOPPER = (
+    (96, TileConfig(128, 256, 64, 4, 8, split=True)),
+    (64, TileConfig(128, 128, 64, 4, 8)),
+    (0, TileConfig(64, 128, 128, 4, 4)),
+)
+_HOPPER_FP8 = (
+    (96, TileConfig(128, 256, 128, 4, 8, split=True)),
+    (64, TileConfig(128, 128, 128, 4, 8)),
+    (0, TileConfig(64, 128, 128, 4, 4)),
+)
+_BLACKWELL = (
+    (96, TileConfig(128, 256, 64, 3, 8, split=True)),
+    (0, TileConfig(128, 128, 64, 4, 4)),
+)
+_AMPERE = (
+    (96, TileConfig(128, 256, 32, 3, 8)),
+    (64, TileConfig(128, 128, 32, 3, 4)),
+    (0, TileConfig(64, 128, 32, 3, 4)),
+)
+_ADA_FP8 = ((0, TileConfig(128, 128, 64, 3, 8)),)
+_GENERAL = TileConfig(64, 64, 32, 2, 4)
+
+
+def choose(problem: GemmProblem, capability: int, shared_nbytes: int) -> TileConfig:
+    """Return the tile shape for ``problem``: the widest one that gives most SMs a tile, as deep as shared memory allows."""
+    fp8, out_itemsize = problem.dtype in _FP8, 4 if problem.out_dtype == "float32" else 2
+    table: tuple[tuple[int, TileConfig], ...]
+    if capability >= 90:
+        table = _HOPPER_FP8 if fp8 else _BLACKWELL if capability >= 100 else _HOPPER
+    else:
+        table = _ADA_FP8 if fp8 else _AMPERE
+    for least, config in table:
+        tiles = -(-problem.m // config.bm) * -(-problem.n // config.bn)
+        if least and (tiles < least or problem.m <= config.bm // 2):
+            continue
+        for stages in range(config.stages, 1, -1):
+            fitted = replace(config, stages=stages)
+            if fitted.shared_nbytes(1 if fp8 else 2, out_itemsize) <= shared_nbytes:
+                return fitted
+    return _GENERAL
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    load: str  # "bulk" (TMA), "vector" (aligned pointers) or "strided"
+    b_cols: bool
+    even_k: bool
+    exact: bool
+    polls: bool
+    bias: bool
+    addends: bool
+    scales: bool
+    config: TileConfig
+
+
+def specify(v: Variant) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]:
+    """Return kernel, argument types, constants and alignment of ``v``, as ``Runtime.compile`` wants them."""
+    import triton.language as tl
+
+    from .triton_kernels import gemm_kernel
+
+    c, name, out = v.config, DTYPES[v.dtype][0], DTYPES[v.out_dtype][0]
+    types = {n: "i32" for n in gemm_kernel.arg_names}
+    types |= {n: "i64" for n in ("base", "timeout_ns", "fault_host")} | {n: "*i64" for n in ("table", "fault", "epoch")}
+    types |= {n: "*fp32" for n in ("scale_a0", "scale_a1", "scale_b")} | {
+        n: f"*{out}" for n in ("o0", "o1", "c0", "c1", "bias")
+    }
+    types |= {n: f"*{name}" for n in ("a0", "a1", "b")}
+    if v.load == "bulk" and not c.device_maps:
+        b_box = (c.bk, c.bn) if v.b_cols else (c.bn, c.bk)
+        types |= {n: f"tensordesc<{name}[{c.bm}, {c.bk}]>" for n in ("a0", "a1")}
+        types["b"] = f"tensordesc<{name}[{b_box[0]}, {b_box[1]}]>"
+        types |= {n: f"tensordesc<{out}[{c.bm}, {c.bn // 2 if c.split else c.bn}]>" for n in ("o0", "o1")}
+    constants: dict[str, Any] = {
+        "OUT": getattr(tl, str(v.out_dtype).removeprefix("torch.")), "BM": c.bm, "BN": c.bn, "BK": c.bk, "GROUP": c.group, "SPLIT": c.split,
+        "BULK": v.load == "bulk", "MAPS": v.load == "bulk" and c.device_maps, "ALIGNED": v.load != "strided", "B_COLS": v.b_cols, "EVEN_K": v.even_k,
+        "EXACT": v.exact, "POLLS": v.polls, "BIAS": v.bias, "ADDENDS": v.addends, "SCALES": v.scales,
+    }  # fmt: skip
+    aligned: dict[str, int] = {}
+    if v.load != "strided":
+        constants["a_step"] = 1
+        if v.load == "vector":
+            constants["ldb" if v.b_cols else "b_step"] = 1
+        else:
+            constants["b_step"] = 1
+        step = 16 // v.dtype.itemsize
+        aligned = {
+            n: 16 for n in ("a0", "a1", "b", "o0", "o1", "c0", "c1", "bias") if not types[n].startswith("tensordesc")
+        }
+        aligned |= {n: step for n in ("k", "lda0", "lda1", "ldb", "b_step")} | {n: 8 for n in ("n", "ldc0", "ldc1")}
+    return gemm_kernel, types, constants, aligned
+
+
+class TritonTile(GemmProvider):
+    """Products of bf16, fp16 and fp8 that poll and raise slots inside the kernel.
+
+    Args:
+        timeout_s: Every wait inside a kernel ends after it: the outputs of the launch become NaN and ``check`` raises.
+        reserve_sms: SMs a launch with slots leaves free; ``RESERVED_SMS`` if unset.
+        exact_fp8: Promote fp8 partial sums to fp32 at every k step (Hopper's tensor cores add fewer bits); False is faster.
+        config: Use this tile shape for every problem instead of the built-in choice.
+        runtime: Device and driver to use; made at the first ``prepare`` if unset.
+    """
+
+    name: ClassVar[str] = "triton"
+
+    def __init__(
+        self, *, timeout_s: float = 600.0, reserve_sms: int = RESERVED_SMS, exact_fp8: bool = True,
+        config: TileConfig | None = None, runtime: Runtime | None = None,
+    ) -> None:  # fmt: skip
+        self.timeout_s, self.reserve_sms, self.exact_fp8, self.config = timeout_s, reserve_sms, exact_fp8, config
+        self._runtime = runtime
+        self._variants: dict[Variant, Loaded] = {}
+        self._kernels: dict[GemmProblem, Kernel] = {}
+        self._tables: Tables | None = None
+        self._lock, self._calls = threading.Lock(), threading.Lock()
+
+    @classmethod
+    def probe(cls, device: torch.device) -> None:
+        """A CUDA device of capability 8.0 or higher and an importable triton are needed."""
+        if device.type != "cuda":
+            raise Unavailable(f"device type {device.type!r}: the triton provider multiplies on CUDA devices only")
+        try:
+            import triton
+        except ImportError as e:
+            raise Unavailable(f"triton cannot be imported: {e}", "pip install triton") from e
+        found = tuple(int(x) for x in triton.__version__.split(".")[:2])
+        if found < (3, 6):
+            raise Unavailable(f"triton {triton.__version__} is too old", "pip install 'triton>=3.6'")
+        if not torch.cuda.is_available():
+            raise Unavailable("torch sees no CUDA device", "install a CUDA build of torch and its driver")
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < (8, 0):
+            raise Unavailable(f"{device} has capability {major}.{minor}; 8.0 or higher is needed (Ampere or newer)")
+
+    @property
+    def runtime(self) -> Runtime:
+        """The device, driver and fault record in use."""
+        if self._runtime is None:
+            driver = CudaDriver(torch.device("cuda"))
+            self._runtime = Runtime(driver, driver.device)
+        return self._runtime
+
+    @property
+    def compilations(self) -> int:
+        """Kernels compiled and loaded so far; calls never add to it."""
+        return self.runtime.compilations
+
+    def check(self, op: str = "") -> None:
+        """Raise the first fault of any of this provider's kernels. Does not synchronise: it says what is known by now."""
+        fault = self.runtime.fault.error(op)
+        if fault is not None:
+            raise fault
+
+    def supports(self, problem: GemmProblem) -> str | None:
+        """bf16 and fp16 of any size; fp8 with scales where k is a multiple of 16 and n one of 8."""
+        if problem.device != "cuda":
+            return "the triton provider multiplies on CUDA devices only"
+        if problem.dtype in _FP8:
+            if problem.out_dtype not in (*_WIDE, "float32"):
+                return f"fp8 products of type {problem.out_dtype} are not offered: use bfloat16, float16 or float32"
+            if problem.k % 16 or problem.n % 8 or not problem.k:
+                return f"fp8 products need k % 16 == 0 and n % 8 == 0: k is {problem.k}, n is {problem.n}"
+            if not problem.scales:
+                return "fp8 products need scales"
+            return None
+        if problem.dtype not in _WIDE:
+            return f"the triton provider multiplies bfloat16, float16 and fp8, not {problem.dtype}"
+        if problem.scales:
+            return f"scales are for fp8 operands: these are {problem.dtype}"
+        if problem.out_dtype not in (problem.dtype, "float32"):
+            return f"products of {problem.dtype} come as {problem.dtype} or float32, not {problem.out_dtype}"
+        return None
+
+    def prepare(self, problem: GemmProblem) -> Kernel:
+        """Compile and load every variant that ``problem``'s operands may need (layouts of b; the general one), and reserve tables. Cached."""
+        reason = self.supports(problem)
+        if reason is not None:
+            raise Unsupported(reason)
+        with self._lock:
+            found = self._kernels.get(problem)
+            if found is None:
+                found = self._kernels[problem] = self._prepare(problem)
+            return found
+
+    def _prepare(self, problem: GemmProblem) -> Kernel:
+        runtime = self.runtime
+        fp8 = problem.dtype in _FP8
+        if fp8 and runtime.capability < 89:
+            raise Unsupported(
+                f"fp8 products need capability 8.9 or higher (Ada or Hopper): this device has {runtime.capability / 10}"
+            )
+        if self._tables is None:
+            self._tables = Tables(runtime)
+        config = self.config or choose(problem, runtime.capability, runtime.shared_nbytes)
+        load = "bulk" if runtime.capability >= 90 else "vector"
+        dtype, out_dtype = getattr(torch, problem.dtype), getattr(torch, problem.out_dtype)
+
+        def variant(load: str, b_cols: bool, config: TileConfig) -> Loaded:
+            even = load != "strided" and problem.k % config.bk == 0
+            exact = fp8 and self.exact_fp8
+            v = Variant(
+                dtype,
+                out_dtype,
+                load,
+                b_cols,
+                even,
+                exact,
+                problem.polls,
+                problem.bias,
+                problem.addends,
+                problem.scales,
+                config,
+            )
+            if v not in self._variants:
+                kernel, types, constants, aligned = specify(v)
+                self._variants[v] = runtime.compile(
+                    kernel, types, constants, aligned, warps=config.warps, stages=config.stages
+                )
+            return self._variants[v]
+
+        kernels = {"nt": (variant(load, False, config), config)}
+        if not fp8:
+            kernels["nn"] = (variant(load, True, config), config)
+            kernels["strided"] = (variant("strided", False, _GENERAL), _GENERAL)
+        return Kernel(self, problem, kernels, self._tables, self._calls)
+
+
+class Kernel:
+    """A prepared product; see ``contract.GemmKernel``. Calls of one provider are serialised by a lock."""
+
+    def __init__(
+        self,
+        provider: TritonTile,
+        problem: GemmProblem,
+        kernels: Mapping[str, tuple[Loaded, TileConfig]],
+        tables: Tables,
+        lock: threading.Lock,
+    ) -> None:
+        self._provider, self._problem, self._kernels, self._tables = provider, problem, kernels, tables
+        self._runtime, self._lock = provider.runtime, lock
+        self._dtype, self._out_dtype = getattr(torch, problem.dtype), getattr(torch, problem.out_dtype)
+
+    @property
+    def granularity(self) -> int:
+        """Rows of a tile."""
+        return self._kernels["nt"][1].bm
+
+    def __call__(
+        self, segments: Sequence[GemmSegment], *, stream: int | None = None, sm_limit: int = 0, epoch: int = 0
+    ) -> None:
+        """Enqueue the product of ``segments``, in their order.
+
+        Args:
+            stream: ``cudaStream_t``; the current stream if None.
+            sm_limit: Most SMs to hold; if 0 all of them, less the provider's reserve when segments carry slots.
+            epoch: Device address of an int64 that is added to every slot's value when the kernel runs; 0: none.
+        Raises:
+            ShapeError: Shapes, dtypes or strides do not fit the problem.
+            CommTimeout, CommAborted: An earlier kernel met a fault.
+        """
+        self._provider.check()
+        for s in segments:
+            self._fits(s)
+        where = self._runtime.driver.current_stream() if stream is None else stream
+        with self._lock:
+            for launch in grouped(segments):
+                self._launch(launch, where, sm_limit, epoch)
+
+    def _fits(self, s: GemmSegment) -> None:
+        p, a, b, out = self._problem, s.a, s.b, s.out
+        if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1] or out.shape != (a.shape[0], b.shape[0]):
+            raise ShapeError(
+                f"a {tuple(a.shape)}, b {tuple(b.shape)}, out {tuple(out.shape)}: want (rows, k), (n, k), (rows, n)"
+            )
+        if a.dtype != self._dtype or b.dtype != self._dtype or out.dtype != self._out_dtype:
+            raise ShapeError(f"a {a.dtype}, b {b.dtype}, out {out.dtype}: prepared for {p.dtype} -> {p.out_dtype}")
+        if out.shape[1] > 1 and out.stride(1) != 1:
+            raise ShapeError(f"out has column stride {out.stride(1)}: 1 is needed")
+        has = (s.bias is not None, bool(s.addends), s.scale_a is not None, bool(s.ready or s.done))
+        if has[0] != p.bias or has[1] > p.addends or has[2] != p.scales or has[3] > p.polls:
+            raise ShapeError(f"segment with (bias, addends, scales, slots) = {has}: prepared for {p}")
+        if s.bias is not None:
+            _row("bias", s.bias, (b.shape[0],), self._out_dtype)
+        if s.scale_a is not None:
+            _row("scale_a", s.scale_a, (1, a.shape[0]), torch.float32)
+            _row("scale_b", s.scale_b, (1, b.shape[0]), torch.float32)
+        for add in s.addends:
+            if add.shape != out.shape or add.dtype != out.dtype or (add.shape[1] > 1 and add.stride(1) != 1):
+                raise ShapeError(
+                    f"addend {tuple(add.shape)} of {add.dtype}: want {tuple(out.shape)} of {out.dtype}, column stride 1"
+                )
+
+    def _launch(self, launch: Launch, stream: int, sm_limit: int, epoch: int) -> None:
+        runtime, frames = self._runtime, launch.frames
+        some = frames[0].segments[0]
+        n, k = some.b.shape
+        for f in frames:
+            # One row has no stride of its own; no rows have no address, but a map wants one.
+            f.lda, f.ldc = f.lda or _up(k, 16), f.ldc or _up(n, 8)
+            f.a, f.out = f.a or some.b.data_ptr(), f.out or some.b.data_ptr()
+        name = self._layout(launch)
+        loaded, config = self._kernels[name]
+        table = tabulate(launch, config.bm, -(-n // config.bn))
+        if not table.tiles and not table.slots:
+            return
+        values = self._values(launch, name == "nn") | {
+            "table": self._tables.address(table, stream), "epoch": epoch or self._tables.zero.data_ptr(),
+            "seals": int(table.waits), "base": table.base,
+        }  # fmt: skip
+        self._maps(loaded, values, name == "nn")
+        sms = sm_limit or runtime.sms - (self._provider.reserve_sms if table.slots else 0)
+        grid = max(1, min(table.tiles, sms, runtime.sms))
+        loaded.launch(runtime.driver, grid, stream, [values[x] for x in loaded.names])
+
+    def _values(self, launch: Launch, b_cols: bool) -> dict[str, int]:
+        first, second = launch.frames[0], launch.frames[-1]
+        s = first.segments[0]
+        fault = self._runtime.fault
+        (a0_rows, o0_rows), (a1_rows, o1_rows) = first.rows(), second.rows()
+        split, segments = len(first.segments), len(launch.segments)
+        return {
+            "a0": first.a, "a1": second.a, "b": s.b.data_ptr(), "o0": first.out, "o1": second.out,
+            "c0": first.out, "c1": second.out, "bias": 0 if s.bias is None else s.bias.data_ptr(),
+            "scale_a0": first.scale, "scale_a1": second.scale,
+            "scale_b": 0 if s.scale_b is None else s.scale_b.data_ptr(),
+            "scale_a_rows": int(s.scale_a is not None and s.scale_a.numel() != 1),
+            "scale_b_rows": int(s.scale_b is not None and s.scale_b.numel() != 1),
+            "a0_rows": a0_rows, "a1_rows": a1_rows, "o0_rows": o0_rows, "o1_rows": o1_rows,
+            "n": s.b.shape[0], "k": s.b.shape[1], "lda0": first.lda, "lda1": second.lda, "ldc0": first.ldc,
+            "ldc1": second.ldc, "a_step": s.a.stride(1), "ldb": s.b.stride(1 if b_cols else 0),
+            "b_step": s.b.stride(1), "split": split, "segments": segments,
+            "fault": fault.device.data_ptr(), "fault_host": fault.host.data_ptr(),
+            "timeout_ns": int(self._provider.timeout_s * 1e9),
+        }  # fmt: skip
+
+    def _maps(self, loaded: Loaded, v: Mapping[str, int], b_cols: bool) -> None:
+        if not loaded.maps:
+            return
+        driver, kind, out_kind = self._runtime.driver, DTYPES[self._dtype][1], DTYPES[self._out_dtype][1]
+        size, out_size = self._dtype.itemsize, self._out_dtype.itemsize
+        for i in "01":
+            loaded.map(driver, f"a{i}", kind, v[f"a{i}"], v[f"a{i}_rows"], v["k"], v[f"lda{i}"] * size)
+            loaded.map(driver, f"o{i}", out_kind, v[f"o{i}"], v[f"o{i}_rows"], v["n"], v[f"ldc{i}"] * out_size)
+        rows, cols = (v["k"], v["n"]) if b_cols else (v["n"], v["k"])
+        loaded.map(driver, "b", kind, v["b"], rows, cols, v["ldb"] * size)
+
+    def _layout(self, launch: Launch) -> str:
+        """Name of the variant that serves these operands."""
+        b = launch.frames[0].segments[0].b
+        n, k = b.shape
+        step = 16 // self._dtype.itemsize
+        bias = launch.frames[0].segments[0].bias
+        good = bias is None or bias.data_ptr() % 16 == 0
+        good = good and n > 0 and k > 0 and n % 8 == 0 and k % step == 0 and b.data_ptr() % 16 == 0
+        for f in launch.frames:
+            rows = [s for s in f.segments if s.a.shape[0]]
+            good = good and all(s.a.stride(1) == 1 for s in rows) and f.lda >= k and f.ldc >= n
+            good = good and not (f.a % 16 or f.out % 16 or f.lda % step or f.ldc % 8)
+            good = good and not any(x.data_ptr() % 16 or x.stride(0) % 8 for s in rows for x in s.addends)
+        if good and b.stride(1) == 1 and b.stride(0) >= k and b.stride(0) % step == 0:
+            return "nt"
+        if good and "nn" in self._kernels and b.stride(0) == 1 and b.stride(1) >= n and b.stride(1) % step == 0:
+            return "nn"
+        if "strided" not in self._kernels:
+            raise ShapeError(
+                "fp8 operands need unit strides along k, and addresses and row strides of 16-byte multiples"
+            )
+        return "strided"
+
+
+def _row(what: str, row: Tensor | None, counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    if row is None or row.dtype != dtype or row.numel() not in counts or not row.is_contiguous():
+        raise ShapeError(f"{what}: want a contiguous row of {dtype} with {' or '.join(map(str, counts))} elements")
+
+
+def _up(value: int, to: int) -> int:
+    return max(to, -(-value // to) * to)

@@ -1,0 +1,33 @@
+"""matmul_reduce_scatter: out = reduce_scatter(x @ w.T) (+ bias)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import reduce_side
+from .draft import Draft
+from .reduce_side import Partial
+
+__all__ = ["SCHEDULES"]
+
+
+def _planner(build: Callable[..., None]) -> Callable[[Draft], None]:
+    def planner(d: Draft) -> None:
+        p, rows, n = d.problem, d.shards.gathered_rows, d.problem.n[0]
+        d.inputs(("x", rows, p.k), ("w0", n, p.k))
+        if p.bias:
+            d.inputs(("bias0", 1, n))
+        d.outputs(("out0", d.shards.held(d.rank), n))
+        partial = Partial(n, (("x", "w0"),), bias="bias0" if p.bias else None)
+        build(d, partial, d.shards.packed("out0", d.rank))
+
+    return planner
+
+
+SCHEDULES = {
+    "push": _planner(reduce_side.push),
+    "direct": _planner(reduce_side.direct),
+    "pull": _planner(reduce_side.pull),
+    "collective": _planner(reduce_side.collective),
+    "sequence": _planner(reduce_side.sequence),
+}

@@ -1,0 +1,137 @@
+"""Rows, shards and chunks: who holds which rows of a gathered matrix, and how a shard is cut for travelling.
+
+A gathered matrix has ``blocks * total`` rows laid out ``[blocks, total]``; rank r's shard is rows ``offset(r)`` to
+``offset(r) + rows[r]`` of every block. A :class:`Piece` is a rectangle of that (block, row) grid: what one chunk
+carries. A :class:`Layout` says where a shard's grid lies in a buffer, so that a piece becomes a ``Region``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..plan import Problem, Region
+
+__all__ = ["EMPTY", "Layout", "Piece", "Shards", "cut", "regions", "runs"]
+
+#: Chunk borders of long shards are multiples of this, so that GEMM tiles do not straddle two chunks.
+_TILE_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows ``row`` to ``row + rows`` of each of ``blocks`` blocks from block ``block`` of a shard."""
+
+    block: int
+    blocks: int
+    row: int
+    rows: int
+
+    def __bool__(self) -> bool:
+        return self.blocks * self.rows > 0
+
+
+#: What a zero-row shard sends: nothing, but its slot still rises.
+EMPTY = Piece(0, 1, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a shard lies in a buffer: block b starts at row ``base + b * stride``; ``at`` as in ``Region``."""
+
+    buf: str
+    base: int
+    stride: int
+    at: int = -1
+
+    def packs(self, piece: Piece) -> bool:
+        """Return whether the rows of ``piece`` are consecutive rows of the buffer."""
+        return piece.blocks == 1 or piece.rows == self.stride
+
+    def on(self, rank: int) -> Layout:
+        """Return the same place in ``rank``'s copy of the buffer."""
+        return replace(self, at=rank)
+
+
+def cut(rows: int, blocks: int, chunks: int) -> tuple[Piece, ...]:
+    """Cut a shard into at most ``chunks`` pieces: whole blocks where there are enough of them, else rows of all blocks.
+
+    A function of its arguments alone, so that sender and receiver agree. A shard without rows is one empty piece.
+    """
+    if rows * blocks == 0:
+        return (EMPTY,)
+    if blocks > 1 and blocks >= chunks:
+        step = -(-blocks // chunks)
+        return tuple(Piece(b, min(step, blocks - b), 0, rows) for b in range(0, blocks, step))
+    step = -(-rows // chunks)
+    if step >= 2 * _TILE_ROWS:
+        step = -(-step // _TILE_ROWS) * _TILE_ROWS
+    return tuple(Piece(0, blocks, r, min(step, rows - r)) for r in range(0, rows, step))
+
+
+def regions(piece: Piece, *layouts: Layout) -> tuple[Region, ...]:
+    """Return the regions of ``piece`` in all layouts, of one shape: one block if its rows are consecutive in all."""
+    if not piece:
+        return tuple(Region(x.buf, 0, 0, at=x.at) for x in layouts)
+    rows = [x.base + piece.block * x.stride + piece.row for x in layouts]
+    if all(x.packs(piece) for x in layouts):
+        count = piece.blocks * piece.rows
+        return tuple(Region(x.buf, row, count, at=x.at) for x, row in zip(layouts, rows))
+    return tuple(
+        Region(x.buf, row, piece.rows, blocks=piece.blocks, block_stride=x.stride, at=x.at)
+        for x, row in zip(layouts, rows)
+    )
+
+
+def runs(piece: Piece, *layouts: Layout) -> Iterator[Piece]:
+    """Yield ``piece`` itself if its rows are consecutive in every layout, else one piece a block; nothing if empty."""
+    if not piece:
+        return
+    if all(x.packs(piece) for x in layouts):
+        yield piece
+    else:
+        for b in range(piece.blocks):
+            yield Piece(piece.block + b, 1, piece.row, piece.rows)
+
+
+class Shards:
+    """The shards of a problem, cut into ``chunks``."""
+
+    def __init__(self, problem: Problem, chunks: int) -> None:
+        self.rows, self.blocks, self.total = problem.rows, problem.blocks, problem.total
+        self.offsets = tuple(sum(self.rows[:r]) for r in range(problem.size))
+        by_rows = {rows: cut(rows, self.blocks, chunks) for rows in set(self.rows)}
+        self.pieces = tuple(by_rows[rows] for rows in self.rows)
+        #: Chunks of the longest shard: collectives run in this many rounds.
+        self.rounds = max(len(p) for p in self.pieces)
+
+    @property
+    def gathered_rows(self) -> int:
+        """Rows of the gathered matrix."""
+        return self.blocks * self.total
+
+    @property
+    def longest(self) -> int:
+        """Rows (of all blocks) of the longest shard: what symmetric buffers are sized by."""
+        return self.blocks * max(self.rows)
+
+    def held(self, rank: int) -> int:
+        """Rows (of all blocks) of ``rank``'s shard."""
+        return self.blocks * self.rows[rank]
+
+    def whole(self, rank: int) -> Piece:
+        """All of ``rank``'s shard as one piece."""
+        return cut(self.rows[rank], self.blocks, 1)[0]
+
+    def piece(self, rank: int, chunk: int) -> Piece:
+        """Chunk ``chunk`` of ``rank``'s shard, empty past its last one."""
+        pieces = self.pieces[rank]
+        return pieces[chunk] if chunk < len(pieces) else EMPTY
+
+    def gathered(self, buf: str, rank: int) -> Layout:
+        """Where ``rank``'s shard lies in a gathered matrix."""
+        return Layout(buf, self.offsets[rank], self.total)
+
+    def packed(self, buf: str, rank: int, base: int = 0) -> Layout:
+        """Where ``rank``'s shard lies when it is stored by itself from row ``base``."""
+        return Layout(buf, base, self.rows[rank])

@@ -1,0 +1,566 @@
+"""Transports ``gloo`` and ``nccl``: collectives through torch.distributed's backends, on process groups of their own.
+
+The user's groups and torch's global state are never touched: a backend object is built over a private part of the
+group's store. gloo moves bytes between pairs of ranks, so that every error and every timeout names its peer; it also
+carries records, barriers and the news of faults for nccl, whose data stay on the GPU.
+
+A blocked gloo wait cannot be cancelled, but it ends when its pair of sockets closes, and a receive that times out
+closes its pair: that is how ``abort`` ends waits. The cause is published in the store first, where peers that find
+their sockets closed look for it before they call it a death.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import itertools
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ..contract import RECORD_NBYTES, Caps, Collective, Rendezvous
+from ..errors import (
+    CommAborted,
+    CommBackendError,
+    CommTimeout,
+    PeerDied,
+    Unavailable,
+    Unsupported,
+    pack_fault,
+    unpack_fault,
+)
+from ..topology import addresses, survey
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._C._distributed_c10d import Store, Work
+
+__all__ = ["GlooTransport", "NcclTransport"]
+
+log = logging.getLogger("commbackend")
+
+_RECORD = struct.Struct("<qI")
+#: How many records of this rank stay readable; the contract wants two.
+_KEPT_RECORDS = 8
+#: How often the watch thread looks for the news of a fault while a wait is blocked.
+_TICK_S = 0.05
+#: Longest message of one send, so that no 32-bit count is met on the way.
+_PIECE_NBYTES = 1 << 30
+#: Tags: even ones move data, odd ones records; this one breaks a pair and is never sent.
+_BREAK_TAG = (1 << 31) - 1
+_PROOF_NBYTES = 4096
+_NO_TIME = timedelta(milliseconds=1)
+
+
+@dataclass(slots=True)
+class _Blocked:
+    """A wait in progress, for the watch thread."""
+
+    peer: int
+    start: float
+    deadline: float
+    warned: bool = False
+
+
+@dataclass(slots=True)
+class _Records:
+    """Everything about the records of one call."""
+
+    own: Tensor
+    heard: Tensor
+    receives: dict[int, Work]
+    sends: list[Work] = field(default_factory=list)
+
+
+class _TorchTransport(Collective):
+    """What gloo and nccl share: a control plane over gloo. Subclasses move data."""
+
+    def __init__(self, group: Rendezvous, control: Any, notes: Store) -> None:
+        super().__init__(group)
+        self._control, self._notes = control, notes
+        self._tags = itertools.count(0, 2)
+        self._records: dict[int, _Records] = {}
+        self._record_lock = threading.Lock()
+        self._blocked: dict[int, _Blocked] = {}
+        self._bell = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name=f"commbackend-{self.name}-{self.rank}", daemon=True)
+
+    # -- joining
+    # ----------------------------------------------------------------------------------------------------------
+    @classmethod
+    def connect(cls, group: Rendezvous, device: torch.device, options: Mapping[str, Any]) -> Collective:
+        """Build the backends and prove every pair with random bytes. Collective; see ``contract.Transport.connect``.
+
+        Options: ``hosts``, the host number of every rank, where it is known; ``interface``, the network interface or
+        address to use between hosts.
+        """
+        scope: Callable[[str], Store] | None = getattr(group, "scope", None)
+        if scope is None:
+            raise Unavailable(f"{cls.name} needs a group with a torch store", "use commbackend.group.Group")
+        cls.probe(device)
+        hosts = options.get("hosts") or survey(group).hosts
+        store, reason, transport = scope(cls.name), "", None
+        try:
+            control = _gloo(store, group, len(set(hosts)) <= 1, str(options.get("interface") or ""))
+            transport = cls(group, control, store)
+            transport._watcher.start()
+            transport._prove(group.token)
+            transport._join(store, device)
+        except (CommBackendError, RuntimeError, OSError) as e:
+            reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+            log.debug("commbackend: %s does not connect", cls.name, exc_info=True)
+        lost = [f"rank {r}: {v.decode('utf-8', 'replace')}" for r, v in enumerate(group.exchange(reason.encode())) if v]
+        if lost or transport is None:
+            if transport is not None:
+                transport.abort("not every rank has connected")
+                transport.close()
+            raise Unavailable(f"{cls.name} does not connect these ranks: {'; '.join(lost)}")
+        return transport
+
+    def _join(self, store: Store, device: torch.device) -> None:
+        """Hook: build what moves data."""
+
+    def _prove(self, token: bytes) -> None:
+        """Exchange bytes with every peer that only ranks of this group can make."""
+
+        def pattern(source: int, target: int) -> Tensor:
+            seed = token + struct.pack("<ii", source, target)
+            return torch.frombuffer(bytearray(hashlib.shake_128(seed).digest(_PROOF_NBYTES)), dtype=torch.uint8)
+
+        found = [torch.empty(_PROOF_NBYTES, dtype=torch.uint8) for _ in range(self.size)]
+        self._swap(found, [pattern(self.rank, p) for p in range(self.size)], time.monotonic() + self.timeout_s)
+        for peer, got in enumerate(found):
+            if not torch.equal(got, pattern(peer, self.rank)):
+                raise Unavailable(f"bytes from rank {peer} arrive changed at rank {self.rank}")
+
+    # -- bytes between pairs
+    # ----------------------------------------------------------------------------------------------------------
+    def _swap(self, dsts: Sequence[Tensor], srcs: Sequence[Tensor], deadline: float) -> None:
+        """Move ``srcs[p]`` to peer p and ``dsts[p]`` from it: flat uint8 CPU tensors, sizes agreed; empty ones are
+        skipped. Raises the transport's fault.
+        """
+        tag = next(self._tags) % _BREAK_TAG
+        works: list[tuple[int, Work]] = []
+        try:
+            for step in range(1, self.size):  # every rank starts with another peer
+                peer = (self.rank - step) % self.size
+                works += [(peer, self._control.recv([part], peer, tag)) for part in _pieces(dsts[peer])]
+            for step in range(1, self.size):
+                peer = (self.rank + step) % self.size
+                works += [(peer, self._control.send([part], peer, tag)) for part in _pieces(srcs[peer])]
+        except RuntimeError as e:  # that pair is closed
+            raise self._explain(e, peer, time.monotonic(), deadline) from e
+        dsts[self.rank].copy_(srcs[self.rank])
+        self._finish(works, deadline)
+
+    def _finish(self, works: Sequence[tuple[int, Work]], deadline: float) -> None:
+        """Wait for all ``works``; the fault of the first that fails is raised, a timeout naming all late peers."""
+        start = time.monotonic()
+        mine = self._blocked[threading.get_ident()] = _Blocked(-1, start, deadline)
+        try:
+            for i, (peer, work) in enumerate(works):
+                mine.peer = peer
+                left = timedelta(seconds=deadline - time.monotonic())
+                try:
+                    work.wait(max(left, _NO_TIME))
+                except RuntimeError as e:
+                    late = {p for p, w in works[i + 1 :] if _timed_out(e) and not _done(w)} | {peer}
+                    raise self._explain(e, peer, start, deadline, sorted(late)) from e
+        finally:
+            del self._blocked[threading.get_ident()]
+        if self._fault is not None:  # what came may be the debris of an aborted call
+            raise self._fault
+
+    def _explain(
+        self, error: RuntimeError, peer: int, start: float, deadline: float, late: Sequence[int] = ()
+    ) -> CommBackendError:
+        """Turn what a backend raised into the transport's fault, and return that. The only place that maps errors."""
+        told = self._fault or self._news()
+        if told is not None:
+            return self.fail(told)
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        where = f"rank {self.rank} in {self.op or 'a call'} (call {self.seq})"
+        about: dict[str, Any] = dict(rank=peer, op=self.op, seq=self.seq)
+        cause: CommBackendError
+        if _timed_out(error):
+            ranks = ", ".join(map(str, late or [peer]))
+            message = f"{where} has waited {time.monotonic() - start:.3f} s for rank {ranks} ({self.name})"
+            cause = CommTimeout(message, waiting_for=late, **about)
+        elif any(w in text.lower() for w in ("closed by peer", "reset by peer", "broken pipe", "pair closure")):
+            message = f"{where}: rank {peer} has ended or left: its connection is closed ({self.name}: {text})"
+            cause = PeerDied(message, **about)
+        else:
+            message = f"{where}: {self.name} failed with rank {peer}: {text}"
+            cause = CommAborted(message, **about)
+        self.abort(message, cause)
+        return self._fault or cause
+
+    # -- records, barrier
+    # ----------------------------------------------------------------------------------------------------------
+    def _post(self, seq: int, record: bytes) -> None:
+        call = self._call(seq)
+        raw = _RECORD.pack(seq, len(record)) + record
+        call.own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        try:
+            call.sends = [self._control.send([call.own], p, _record_tag(seq)) for p in self._peers()]
+        except RuntimeError as e:
+            now = time.monotonic()
+            raise self._explain(e, -1, now, now) from e
+
+    def _record(self, peer: int, seq: int, deadline: float) -> bytes:
+        call = self._call(seq)
+        with self._record_lock:
+            work = call.receives.pop(peer, None)
+        if work is not None:
+            self._finish([(peer, work)], deadline)
+        raw = (call.own if peer == self.rank else call.heard[peer]).numpy().tobytes()
+        number, length = _RECORD.unpack_from(raw)
+        if number != seq or length > RECORD_NBYTES:
+            raise self.fail(
+                CommAborted(f"rank {self.rank}: rank {peer} sent no record of call {seq}", rank=peer, seq=seq)
+            )
+        return raw[_RECORD.size : _RECORD.size + length]
+
+    def _call(self, seq: int) -> _Records:
+        """Return the records of call ``seq``, with a receive from every peer posted."""
+        with self._record_lock:
+            call = self._records.get(seq)
+            if call is None:
+                nbytes = _RECORD.size + RECORD_NBYTES
+                heard = torch.zeros(self.size, nbytes, dtype=torch.uint8)
+                try:
+                    receives = {p: self._control.recv([heard[p]], p, _record_tag(seq)) for p in self._peers()}
+                except RuntimeError as e:
+                    now = time.monotonic()
+                    raise self._explain(e, -1, now, now) from e
+                call = self._records[seq] = _Records(torch.zeros(nbytes, dtype=torch.uint8), heard, receives)
+                while len(self._records) > _KEPT_RECORDS:
+                    self._records.pop(min(self._records))
+            return call
+
+    def _barrier(self, deadline: float) -> None:
+        here = torch.zeros(self.size, 1, dtype=torch.uint8)
+        self._swap(list(torch.empty_like(here)), list(here), deadline)
+
+    def _peers(self) -> list[int]:
+        return [p for p in range(self.size) if p != self.rank]
+
+    # -- faults
+    # ----------------------------------------------------------------------------------------------------------
+    def _news(self) -> CommBackendError | None:
+        """Return the fault that some rank has published, or None."""
+        try:
+            return unpack_fault(self._notes.get("fault"), op=self.op) if self._notes.check(["fault"]) else None
+        except RuntimeError:
+            return None  # the store is gone with its server; that a socket closed is then all there is to say
+
+    def _release(self) -> None:
+        fault = self._fault
+        try:
+            if fault is not None and not self._notes.check(["fault"]):
+                self._notes.set("fault", pack_fault(fault))  # type: ignore[arg-type]
+        except RuntimeError:
+            log.debug("commbackend: rank %d cannot publish its fault: the store is gone", self.rank)
+        self._bell.set()
+
+    def _watch(self) -> None:
+        """Body of the watch thread: warn of late peers, hear of faults, end blocked waits."""
+        while not self._bell.wait(_TICK_S):
+            now = time.monotonic()
+            for wait in list(self._blocked.values()):
+                if not wait.warned and now > wait.start + max((wait.deadline - wait.start) / 10, _TICK_S):
+                    wait.warned = True
+                    log.warning(
+                        "commbackend: rank %d has waited %.1f s for rank %d in %s (call %d, %s)",
+                        self.rank, now - wait.start, wait.peer, self.op or "a call", self.seq, self.name,
+                    )  # fmt: skip
+            told = self._news() if self._blocked else None
+            overdue = told or self._overdue(now)
+            if overdue is not None:
+                self.abort(str(overdue), overdue)
+        if self._fault is not None:
+            self._cut()
+
+    def _overdue(self, now: float) -> CommBackendError | None:
+        """Hook: return the fault of something enqueued whose deadline has passed."""
+        return None
+
+    def _cut(self) -> None:
+        """Close every pair of sockets, so that every blocked wait ends; those that are waited for first."""
+        waited = {w.peer for w in list(self._blocked.values())}
+        for peer in sorted(self._peers(), key=lambda p: (p not in waited, p)):
+            try:
+                self._control.recv([torch.empty(1, dtype=torch.uint8)], peer, _BREAK_TAG).wait(_NO_TIME)
+            except RuntimeError:
+                continue  # as intended: the receive timed out, or the pair was closed already
+
+    def _close(self, timeout_s: float) -> None:
+        try:
+            if self._fault is None:
+                self._barrier(time.monotonic() + timeout_s)
+        finally:
+            self._bell.set()
+            self._watcher.join(timeout=5.0)
+            self._records.clear()
+            self._control = None
+
+
+class GlooTransport(_TorchTransport):
+    """Collectives on CPU tensors over gloo: works wherever TCP does."""
+
+    name: ClassVar[str] = "gloo"
+    caps = Caps(device="cpu", collective=True, scope="cluster", numerics="fixed")
+
+    @classmethod
+    def probe(cls, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise Unavailable(f"gloo moves CPU tensors, not {device.type} ones", "use nccl")
+        _backend("ProcessGroupGloo")
+
+    def _all_gather(self, dsts: Sequence[Tensor], src: Tensor, stream: int | None) -> None:
+        self._all_to_all(dsts, [src] * self.size, stream)
+
+    def _all_to_all(self, dsts: Sequence[Tensor], srcs: Sequence[Tensor], stream: int | None) -> None:
+        packed = {id(s): _packed(s) for s in srcs}
+        landing = [_landing(d) for d in dsts]
+        deadline = time.monotonic() + self.timeout_s
+        self._swap([_bytes(t) for t in landing], [_bytes(packed[id(s)]) for s in srcs], deadline)
+        _land(dsts, landing)
+
+    def _reduce_scatter(self, dst: Tensor, srcs: Sequence[Tensor], op: str, stream: int | None) -> None:
+        parts = [torch.empty(dst.shape, dtype=dst.dtype) for _ in range(self.size)]
+        self._all_to_all(parts, srcs, stream)
+        dst.copy_(_reduced(parts, op))
+
+    def _all_reduce(self, dst: Tensor, src: Tensor, op: str, stream: int | None) -> None:
+        flat = _packed(src).view(-1)
+        pieces = flat.tensor_split(self.size)
+        mine = torch.empty_like(pieces[self.rank])
+        self._reduce_scatter(mine, pieces, op, stream)
+        out = _landing(dst)
+        self._all_gather(out.view(-1).tensor_split(self.size), mine, stream)
+        _land([dst], [out])
+
+
+class NcclTransport(_TorchTransport):
+    """Collectives on CUDA tensors over NCCL, enqueued on the caller's stream; records and barriers go over gloo."""
+
+    name: ClassVar[str] = "nccl"
+    caps = Caps(device="cuda", collective=True, scope="cluster", numerics="library", stream_ordered=True)
+
+    _nccl: Any = None
+
+    @classmethod
+    def probe(cls, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise Unavailable(f"nccl moves CUDA tensors, not {device.type} ones", "use gloo or shm")
+        if not torch.cuda.is_available():
+            raise Unavailable("torch sees no CUDA device", "install a CUDA build of torch, and check nvidia-smi")
+        _backend("ProcessGroupNCCL")
+        _backend("ProcessGroupGloo")
+
+    def _join(self, store: Store, device: torch.device) -> None:
+        from torch._C._distributed_c10d import PrefixStore
+
+        nccl = _backend("ProcessGroupNCCL")
+        options = nccl.Options()
+        # Deadlines are kept by the watch thread here: torch's own watchdog ends the whole process at its timeout.
+        options._timeout = timedelta(days=365)
+        self._device, self._enqueued = device, collections.deque[tuple[torch.cuda.Event, float]]()
+        self._nccl = nccl(PrefixStore("data", store), self.rank, self.size, options)
+        with torch.cuda.device(device):
+            # NCCL connects at its first collectives: now, so that what does not work shows here.
+            found = torch.zeros(self.size, dtype=torch.int32, device=device)
+            mine = torch.full((1,), self.rank + 1, dtype=torch.int32, device=device)
+            self._all_gather(found.split(1), mine, torch.cuda.current_stream().cuda_stream)
+            if found.tolist() != list(range(1, self.size + 1)):
+                raise Unavailable(f"nccl gathered {found.tolist()} at rank {self.rank}")
+
+    def _enqueue(self, call: Callable[[], Work], stream: int | None) -> None:
+        """Run ``call`` on ``stream`` and note when it must have finished."""
+        start = time.monotonic()
+        try:
+            call().wait()  # lets the stream wait, not the host
+        except RuntimeError as e:
+            raise self._explain(e, -1, start, start) from e
+        event = torch.cuda.Event()
+        event.record()
+        while self._enqueued and self._enqueued[0][0].query():
+            self._enqueued.popleft()
+        self._enqueued.append((event, start + self.timeout_s))
+
+    def _overdue(self, now: float) -> CommBackendError | None:
+        # The event is queried only once it is overdue: a query from here would break a capture elsewhere.
+        if self._nccl is None or not self._enqueued or self._enqueued[0][1] > now or self._enqueued[0][0].query():
+            return None
+        message = (
+            f"rank {self.rank} in {self.op or 'a call'} (call {self.seq}): a collective of nccl has not ended in time"
+        )
+        return CommTimeout(message, op=self.op, seq=self.seq)
+
+    def _cut(self) -> None:
+        super()._cut()
+        if self._nccl is not None:
+            self._nccl.abort()
+
+    def _close(self, timeout_s: float) -> None:
+        try:
+            super()._close(timeout_s)
+        finally:
+            if self._nccl is not None and self._fault is None:
+                self._nccl.shutdown()
+            self._nccl = None
+
+    def _on(self, stream: int | None) -> Any:
+        external = torch.cuda.ExternalStream(stream, device=self._device) if stream is not None else None
+        return torch.cuda.stream(external)
+
+    def _all_gather(self, dsts: Sequence[Tensor], src: Tensor, stream: int | None) -> None:
+        self._all_to_all(dsts, [src] * self.size, stream)
+
+    def _all_to_all(self, dsts: Sequence[Tensor], srcs: Sequence[Tensor], stream: int | None) -> None:
+        with self._on(stream):
+            packed = {id(s): _packed(s) for s in srcs}
+            landing = [_landing(d) for d in dsts]
+            outs, ins = [_bytes(t) for t in landing], [_bytes(packed[id(s)]) for s in srcs]
+            self._enqueue(lambda: self._nccl.alltoall(outs, ins), stream)
+            _land(dsts, landing)
+
+    def _reduce_scatter(self, dst: Tensor, srcs: Sequence[Tensor], op: str, stream: int | None) -> None:
+        from torch._C._distributed_c10d import ReduceScatterOptions
+
+        options = ReduceScatterOptions()
+        options.reduceOp = _reduce_op(op)
+        with self._on(stream):
+            ins, out = [_packed(s) for s in srcs], _landing(dst)
+            self._enqueue(lambda: self._nccl.reduce_scatter([out], [ins], options), stream)
+            _land([dst], [out])
+
+    def _all_reduce(self, dst: Tensor, src: Tensor, op: str, stream: int | None) -> None:
+        from torch._C._distributed_c10d import AllreduceOptions
+
+        options = AllreduceOptions()
+        options.reduceOp = _reduce_op(op)
+        with self._on(stream):
+            out = _landing(dst)
+            out.copy_(src)
+            self._enqueue(lambda: self._nccl.allreduce([out], options), stream)
+            _land([dst], [out])
+
+
+# -- helpers
+# --------------------------------------------------------------------------------------------------------------
+
+
+def _backend(name: str) -> Any:
+    from torch.distributed import is_available
+
+    if not is_available():
+        raise Unavailable("this torch has no torch.distributed", "install a build with USE_DISTRIBUTED")
+    from torch._C import _distributed_c10d as c10d
+
+    if not hasattr(c10d, name):
+        raise Unavailable(
+            f"this torch has no {name}", f"install a build of torch with {name.removeprefix('ProcessGroup')}"
+        )
+    return getattr(c10d, name)
+
+
+def _gloo(store: Store, group: Rendezvous, one_host: bool, interface: str) -> Any:
+    """Return a gloo backend of these ranks: on loopback on one host, else on one interface that is not loopback."""
+    gloo = _backend("ProcessGroupGloo")
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=group.timeout_s)
+    options._threads = 1
+    if one_host:
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    else:
+        found = addresses()
+        chosen = found.get(interface, interface)
+        if not interface:
+            if len(found) != 1:
+                raise Unavailable(
+                    "ranks are on several hosts and gloo needs one network interface here; found"
+                    f" {', '.join(f'{n} ({a})' for n, a in found.items()) or 'none but loopback'}",
+                    "set COMMBACKEND_INTERFACE to one of them",
+                )
+            chosen = next(iter(found.values()))
+        options._devices = [gloo.create_device(hostname=chosen)]
+    return gloo(store, group.rank, group.size, options)
+
+
+def _timed_out(error: RuntimeError) -> bool:
+    return "timed out" in str(error).lower()
+
+
+def _done(work: Work) -> bool:
+    try:
+        work.wait(_NO_TIME)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _record_tag(seq: int) -> int:
+    return (2 * seq + 1) % (_BREAK_TAG - 1)
+
+
+def _plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` or a contiguous copy of its values."""
+    return tensor.detach() if _plain(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _landing(dst: Tensor) -> Tensor:
+    """Return ``dst`` if bytes can be received right into it, else a buffer that ``_land`` copies from."""
+    return dst.detach() if _plain(dst) else torch.empty(dst.shape, dtype=dst.dtype, device=dst.device)
+
+
+def _land(dsts: Sequence[Tensor], landing: Sequence[Tensor]) -> None:
+    for dst, landed in zip(dsts, landing, strict=True):
+        if not _plain(dst):
+            dst.detach().copy_(landed)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _pieces(raw: Tensor) -> Iterable[Tensor]:
+    return raw.split(_PIECE_NBYTES) if raw.numel() else ()
+
+
+_OPS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def _reduce_op(op: str) -> Any:
+    from torch._C._distributed_c10d import ReduceOp
+
+    if op not in _OPS:
+        raise Unsupported(f"reduction {op!r}: one of {', '.join(_OPS)}")
+    return getattr(ReduceOp, op.upper())
+
+
+def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:
+    """Reduce in rank order; 16-bit and 8-bit floats accumulate in fp32."""
+    if op not in _OPS:
+        raise Unsupported(f"reduction {op!r}: one of {', '.join(_OPS)}")
+    narrow = parts[0].is_floating_point() and parts[0].dtype.itemsize < 4
+    total = parts[0].float() if narrow else parts[0]
+    for part in parts[1:]:
+        total = _OPS[op](total, part.float() if narrow else part)
+    return total

@@ -1,0 +1,547 @@
+"""CUDA GPUs of one host that map each other's memory: copy engines move chunks, stream memory operations raise flags.
+
+The heap is CUDA virtual memory whose file descriptors travel over Unix sockets (or CUDA IPC where that is missing).
+A put is one copy on a copy engine and one 64-bit stream write; a wait is one stream wait. None of them needs an SM,
+and none blocks the host. docs/gpu.md describes the options.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..contract import POISON, Caps, OneSided, Rendezvous, Slot, SlotTable, SymBuffer, Window
+from ..copy_kernels import Kernels, Move, moves
+from ..cuda_driver import Driver, DriverError, import_bindings
+from ..cuda_heap import IpcHeap, MappedBuffer, VmmHeap, agree_on, together
+from ..cuda_proof import PROOF_NBYTES, Prover
+from ..cuda_slots import DeviceSlots, SlotPages
+from ..cuda_watch import POISON_NBYTES, PendingWait, Watch
+from ..errors import CommBackendError, CommTimeout, ConfigError, PeerDied, ShapeError, Unavailable, pack_fault
+from ..hostlink import HostLink
+from ..hostmem import HostBoard
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["OPTIONS", "UserbuffersTransport"]
+
+log = logging.getLogger("commbackend")
+
+#: What ``connect`` understands in ``options``, with defaults; it ignores what is meant for others.
+OPTIONS: Mapping[str, Any] = {
+    "allow_shared_device": False,  # several ranks on one GPU
+    "comm_ctas": 0,  # CTAs of the copy kernel; 0: copy engines
+    "ipc": False,  # share memory by CUDA IPC even where virtual memory management works
+    "multicast": False,  # give buffers a multicast address where every rank can
+    "va_nbytes": 1 << 36,  # addresses reserved for each rank's memory
+    "waits": "auto",  # "stream", "kernel", or stream waits where poison gets past a held stream
+}
+
+_VMM = ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
+# The first buffer of every rank: status word, scratch of the kernels' first launch, poison, then slot tables.
+_PAGE_NBYTES, _SCRATCH, _POISON_AT, _SLOTS_AT = 1 << 21, 256, 65536, 65536 + POISON_NBYTES
+
+
+class UserbuffersTransport(OneSided):
+    """One rank of a group of GPUs on one host. Its device must be current in threads that call verbs.
+
+    Attributes:
+        memory: "vmm" or "ipc": how peers' memory is mapped.
+        waits: "stream" or "kernel": how waits are enqueued outside ``epochs``.
+        multicast_reason: Why there is no multicast, or "".
+        status: Address of a device word that is not 0 once the transport has failed; kernels that poll obey it.
+    """
+
+    name: ClassVar[str] = "userbuffers"
+    caps: Caps = Caps(
+        device="cuda",
+        one_sided=True,
+        scope="host",
+        peer_view=True,
+        device_signal=True,
+        stream_ordered=True,
+        graph_capture=True,
+        copy_engine=True,
+        nonblocking=True,
+    )
+    _driver: Driver
+    _heap: VmmHeap | IpcHeap
+    _page: MappedBuffer
+    _slots: SlotPages
+    _kernels: Kernels
+    _watch: Watch
+    _board: HostBoard
+
+    def __init__(self, group: Rendezvous, device: torch.device, options: Mapping[str, Any], link: HostLink) -> None:
+        super().__init__(group)
+        self.device, self._link, self._token, self._pid = device, link, group.token, os.getpid()
+        self.memory, self.waits, self.multicast_reason, self.status = "", "stream", "not asked for", 0
+        self._options = {key: options.get(key, default) for key, default in OPTIONS.items()}
+        self._ctas = int(self._options["comm_ctas"])
+        self._epoch, self._connected = 0, False
+        self._used: set[int] = set()
+        self._allocating = threading.Lock()
+        self._undo = ExitStack()
+
+    # -- joining ----------------------------------------------------------------------------------------------------
+    @classmethod
+    def open_driver(cls, device: torch.device, rank: int) -> Driver:
+        """The driver table of ``device``."""
+        return Driver(device.index or 0, rank=rank)
+
+    @classmethod
+    def probe(cls, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise Unavailable(f"userbuffers moves tensors on CUDA devices, not on {device.type!r}")
+        import torch
+
+        if not torch.cuda.is_available():
+            built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+            raise Unavailable(f"torch {torch.__version__} ({built}) sees no CUDA device", "use transport shm on CPUs")
+        import_bindings()
+        _require(cls.open_driver(device, -1))
+
+    @classmethod
+    def connect(cls, group: Rendezvous, device: torch.device, options: Mapping[str, Any]) -> UserbuffersTransport:
+        _check_options(options)
+        deadline = time.monotonic() + group.timeout_s
+        transport = cls(group, device, options, HostLink.open(group, timeout_s=group.timeout_s))
+        try:
+            transport._open(deadline)
+        except BaseException:
+            transport.closed = True
+            transport._drop()
+            raise
+        return transport
+
+    def _open(self, deadline: float) -> None:
+        link, undo, multicast = self._link, self._undo, bool(self._options["multicast"])
+
+        def start() -> bytes:
+            self._driver = driver = self.open_driver(self.device, self.rank)
+            driver.open()
+            undo.callback(driver.close)
+            _require(driver)
+            vmm = all(driver.attribute(a) for a in _VMM) and not self._options["ipc"]
+            return driver.uuid() + bytes((vmm, multicast and driver.attribute("MULTICAST_SUPPORTED") > 0))
+
+        found = together(link, "opening the GPUs", start, deadline, payload=lambda facts: facts)[1]
+        shared = self._check_devices([raw[:16] for raw in found])
+        why_not = "two ranks share a GPU" if shared else "" if all(raw[17] for raw in found) else "a GPU has none"
+        if all(raw[16] for raw in found):
+            self._heap = VmmHeap(
+                self._driver, link, int(self._options["va_nbytes"]), multicast and not why_not, deadline
+            )
+            self.memory = "vmm"
+        else:
+            self._heap, self.memory = IpcHeap(self._driver, link), "ipc"
+        undo.callback(lambda: self._heap.close(self._between))
+        self._board = HostBoard(link, deadline)
+        undo.callback(self._board.close)
+        self._page = self._heap.alloc(_PAGE_NBYTES, deadline)
+        together(link, "starting kernels", lambda: self._start(deadline), deadline)
+        self._slots = SlotPages(self.rank, self._page, _SLOTS_AT)
+        self._watch.tables = self._slots.tables
+        self._prove(deadline, why_not)
+        self._watch.start()
+        self._connected = True
+        link.on_fault(self._hear)
+
+    def _check_devices(self, uuids: list[bytes]) -> bool:
+        """Whether ranks share a GPU. Raises Unavailable if they may not."""
+        for uuid in uuids:
+            sharing = [r for r, u in enumerate(uuids) if u == uuid]
+            if len(sharing) > 1:
+                if self._options["allow_shared_device"]:
+                    return True
+                raise Unavailable(
+                    f"ranks {', '.join(map(str, sharing))} are on one GPU, {_uuid_text(uuid)}",
+                    "give each rank its own GPU, or set option allow_shared_device",
+                )
+        return False
+
+    def _start(self, deadline: float) -> None:
+        """Zero the first page, load every kernel, and see which waits can be ended from here."""
+        driver, self.status = self._driver, self._page.bases[self.rank]
+        stream = driver.stream()
+        try:
+            driver.fill(self.status, 0, _PAGE_NBYTES, stream)
+            self._kernels = Kernels(driver)
+            self._undo.callback(self._kernels.close)
+            self._kernels.load(self.status + _SCRATCH, stream)
+            while not driver.idle(stream):
+                if time.monotonic() > deadline:
+                    raise Unavailable("the GPU does not finish one launch of each kernel before the deadline")
+                time.sleep(1e-4)
+        finally:
+            driver.stream_destroy(stream)
+        period_s = min(0.25, max(self.timeout_s / 40, 0.005))
+        self._watch = Watch(self, driver, self.status, self.status + _POISON_AT, period_s)
+        self._undo.callback(self._watch.stop)
+        self.waits = self._options["waits"]
+        if self.waits == "auto":
+            self.waits = "stream" if self._watch.prove() else "kernel"
+            if self.waits == "kernel":
+                log.info("commbackend: rank %d: all streams share one hardware queue: waits are kernels", self.rank)
+
+    def _prove(self, deadline: float, why_not: str) -> None:
+        """Prove every pair and, where it was asked for, multicast."""
+        prover = Prover(self._driver, self._kernels, self._watch, self._link, self._token, min(self.timeout_s, 30.0))
+        inbox = self._heap.alloc((self.size + 1) * PROOF_NBYTES, deadline)
+        words = self._new_table(2, deadline)
+        prover.pairs(inbox, words, deadline)
+        self._heap.free(inbox, self._between)
+        if self._options["multicast"]:
+            try:
+                if not self._heap.multicast:
+                    raise Unavailable(why_not or self._heap.multicast_reason)
+                self._zero(words.local, words.nbytes, deadline)
+                prover.multicast(self._page, words, deadline)
+                self.caps, self.multicast_reason = replace(self.caps, multicast=True), ""
+            except Unavailable as e:
+                self.multicast_reason = str(e)
+                if isinstance(self._heap, VmmHeap):
+                    self._heap.drop_multicast(str(e))
+                log.info("commbackend: rank %d: no multicast: %s", self.rank, e)
+        self._slots.forget(words)
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+    def _alloc(self, nbytes: int) -> SymBuffer:
+        with self._changing() as deadline:
+            buffer = self._heap.alloc(nbytes, deadline)
+            self._zero(buffer.bases[self.rank], nbytes, deadline)
+            buffer.owner = self
+            return buffer
+
+    def grow(self, buffer: MappedBuffer, nbytes: int) -> None:
+        """Make ``buffer`` at least ``nbytes`` bytes long without moving it; new bytes are zero. Collective.
+
+        Raises:
+            HeapExhausted: On every rank: no memory, or more than ``buffer.room``; the buffer stays as it was.
+        """
+        self._ready()
+        with self._changing() as deadline:
+            had = buffer.nbytes
+            self._heap.grow(buffer, nbytes, deadline)
+            self._zero(buffer.bases[self.rank] + had, buffer.nbytes - had, deadline)
+
+    def _alloc_slots(self, words: int) -> SlotTable:
+        with self._changing() as deadline:
+            return self._new_table(words, deadline)
+
+    def _new_table(self, words: int, deadline: float) -> DeviceSlots:
+        agree_on(self._link, words, deadline, "words")
+        table = self._slots.open(
+            words, self._watch.read, lambda nbytes: self._heap.alloc(max(nbytes, _PAGE_NBYTES), deadline)
+        )
+        table.release = self.release_table
+        self._zero(table.local, table.nbytes, deadline)
+        return table
+
+    @contextmanager
+    def _changing(self) -> Iterator[float]:
+        """A collective change of memory, with its deadline. An error that not every rank has seen makes the transport
+        fail, so that no rank waits for another in vain.
+        """
+        try:
+            with self._allocating:
+                yield time.monotonic() + self.timeout_s
+        except (DriverError, CommTimeout, PeerDied) as e:
+            self.abort(str(e), e)
+            raise self._fault or e from e
+
+    def _zero(self, address: int, nbytes: int, deadline: float) -> None:
+        """Zero own bytes; nobody goes on before all are zero. Collective."""
+
+        def zero() -> None:
+            if nbytes > 0:
+                self._driver.fill(address, 0, nbytes, self._watch.stream)
+                if not self._watch.settle(self._watch.stream, min(self.timeout_s, 30.0)):
+                    raise Unavailable(f"filling {nbytes} bytes has not ended in time")
+
+        together(self._link, "zeroing new memory", zero, deadline)
+
+    def release_buffer(self, buffer: MappedBuffer) -> None:
+        """What ``MappedBuffer.close`` does: collective when healthy."""
+        if self._part(time.monotonic() + self.timeout_s):
+            self._heap.free(buffer, self._between)
+
+    def release_table(self, table: DeviceSlots) -> None:
+        """What ``DeviceSlots.close`` does: collective when healthy."""
+        if self._part(time.monotonic() + self.timeout_s):
+            self._slots.forget(table)
+
+    # -- verbs ------------------------------------------------------------------------------------------------------
+    def _put(self, dst: Window, src: Tensor, peer: int, slot: Slot | None, stream: int | None) -> None:
+        stream = self._stream(stream)
+        try:
+            if src.numel():
+                buffer: Any = dst.buffer
+                self._move(dst.at, peer, src, buffer.bases[peer] + dst.offset, dst.stride, stream, into=False)
+            if slot is not None:
+                self._raise(peer, slot, stream)
+        except DriverError as e:
+            raise self._broken(e) from e
+
+    def _get(self, dst: Tensor, src: Window, peer: int, stream: int | None) -> None:
+        if dst.numel():
+            buffer: Any = src.buffer
+            try:
+                address = buffer.bases[peer] + src.offset
+                self._move(src.at, peer, dst, address, src.stride, self._stream(stream), into=True)
+            except DriverError as e:
+                raise self._broken(e) from e
+
+    def _move(
+        self, view: Callable[[int], Tensor | None], peer: int, own: Tensor, address: int, stride: tuple[int, ...],
+        stream: int, *, into: bool,
+    ) -> None:  # fmt: skip
+        """Enqueue a copy between ``own`` and the same shape at ``address``, which is ``view(peer)`` as a tensor."""
+        if own.device != self.device:
+            raise ShapeError(f"a tensor on {own.device} for a transport on {self.device}")
+        plan: tuple[Move, ...] | None = None
+        if not (own.is_conj() or own.is_neg()):  # else its bytes are not its values
+            strides = (own.stride(), stride) if into else (stride, own.stride())
+            plan = moves(tuple(own.shape), *strides, own.element_size())
+        if plan is None:
+            there: Any = view(peer)
+            own = own.detach()
+            into_tensor, from_tensor = (own, there) if into else (there, own)
+            self._driver.strided_copy(into_tensor, from_tensor, stream)
+            return
+        dst, src = (own.data_ptr(), address) if into else (address, own.data_ptr())
+        for m in plan:
+            if self._ctas:
+                self._kernels.copy(
+                    dst + m.dst, m.dst_pitch, src + m.src, m.src_pitch, m.row_nbytes, m.rows, self._ctas, stream
+                )
+            elif m.rows == 1:
+                self._driver.copy(dst + m.dst, src + m.src, m.row_nbytes, stream)
+            else:
+                self._driver.copy_rows(dst + m.dst, m.dst_pitch, src + m.src, m.src_pitch, m.row_nbytes, m.rows, stream)
+
+    def _signal(self, peer: int, slot: Slot, stream: int | None) -> None:
+        try:
+            self._raise(peer, slot, self._stream(stream))
+        except DriverError as e:
+            raise self._broken(e) from e
+
+    def _raise(self, peer: int, slot: Slot, stream: int) -> None:
+        table: Any = slot.table
+        address = table.raise_at[peer] + 8 * slot.word
+        if self._epoch:
+            self._kernels.raise_slot(address, slot.value, self._epoch, stream)
+        else:
+            self._driver.write_value(address, slot.value, stream)
+
+    def _enqueue_wait(self, peer: int, slot: Slot, deadline: float, stream: int) -> None:
+        table: Any = slot.table
+        address, now = table.wait_at[peer] + 8 * slot.word, time.monotonic()
+        self._used.add(stream)
+        try:
+            if self._epoch or self.waits == "kernel":
+                self._kernels.wait_slot(
+                    address, slot.value, self._epoch, max(1, int((deadline - now) * 1e9)), self.status,
+                    self._watch.report, table.tag(peer, slot.word), POISON, stream,
+                )  # fmt: skip
+            else:
+                self._driver.wait_value(address, slot.value, stream)
+        except DriverError as e:
+            raise self._broken(e) from e
+        if not self._epoch:
+            wait = PendingWait(table, peer, slot.word, slot.value, now, deadline, self.op, self.seq)
+            self._watch.pending.append(wait)
+
+    def _wait(self, peer: int, slot: Slot, until: float) -> bool:
+        pause = 20e-6
+        while self._fault is None:
+            if slot.table.read(peer, slot.word) >= slot.value:
+                return self._fault is None
+            if time.monotonic() >= until:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
+        return False
+
+    def _stream(self, stream: int | None) -> int:
+        if stream is None:
+            stream = self._driver.current_stream()
+        self._used.add(stream)
+        return stream
+
+    def _broken(self, error: DriverError) -> CommBackendError:
+        self.abort(str(error), error)
+        return self._fault or error
+
+    # -- CUDA graphs, and outputs after a fault ---------------------------------------------------------------------
+    @contextmanager
+    def epochs(self, address: int) -> Iterator[None]:
+        """Within: verbs on streams use ``slot.value`` plus the 64-bit device word at ``address``, read when they run.
+
+        That is what a captured graph needs: its flags and waits become one-thread kernels that read the word, which
+        the graph itself moves on with ``advance``.
+        """
+        self._epoch = address
+        try:
+            yield
+        finally:
+            self._epoch = 0
+
+    def advance(self, address: int, stream: int) -> None:
+        """Enqueue: add one to the 64-bit device word at ``address``."""
+        self._kernels.advance(address, stream)
+
+    def guard(self, tensor: Tensor, stream: int) -> None:
+        """Enqueue: fill ``tensor`` with NaN if the transport has failed by then.
+
+        Args:
+            tensor: Of a floating point type, unit stride in the last dimension.
+        """
+        stride = tensor.stride()
+        plan = moves(tuple(tensor.shape), stride, stride, tensor.element_size()) if tensor.numel() else ()
+        if plan is None:
+            raise ShapeError(f"guard of shape {tuple(tensor.shape)}, stride {stride}: rows must be contiguous")
+        for m in plan:
+            self._kernels.guard(tensor.data_ptr() + m.dst, m.dst_pitch, m.row_nbytes, m.rows, self.status, stream)
+
+    # -- control ----------------------------------------------------------------------------------------------------
+    def _post(self, seq: int, record: bytes) -> None:
+        self._board.post(seq, record)
+
+    def _record(self, peer: int, seq: int, deadline: float) -> bytes:
+        (word, value), words = self._board.posted(seq), self._board.words
+        if words.wait(peer, word, value, deadline, self._failed):
+            found = self._board.record(peer, seq)
+            if found is not None:
+                return found
+        text = f"rank {self.rank} waited for rank {peer} to enter call {seq} ({self.op or 'a call'})"
+        seen = words.read(peer, word)
+        raise self._late(CommTimeout(text, rank=peer, op=self.op, seq=seq, wanted=value, seen=seen))
+
+    def _barrier(self, deadline: float) -> None:
+        late = self._board.barrier(deadline, self._failed)
+        if late or self._fault is not None:
+            text = f"rank {self.rank} waited in a barrier for rank(s) {', '.join(map(str, late))}"
+            raise self._late(CommTimeout(text, rank=late[0] if late else -1, op=self.op, waiting_for=late))
+
+    def _late(self, error: CommTimeout) -> CommBackendError:
+        """The first fault, which is ``error`` if there was none."""
+        fault = self.fail(error)
+        if fault is error:
+            self._tell(fault)
+        return fault
+
+    def _failed(self) -> bool:
+        """Whether a wait on the host must end; looks into the peers' boxes too, in case the link's thread is late."""
+        if self._fault is None and (fault := self._board.peer_fault()) is not None:
+            self.fail(fault)
+        return self._fault is not None
+
+    def _ready(self) -> None:
+        super()._ready()
+        if self._watch.reported:
+            self.abort(*self._watch.reason())
+            super()._ready()
+
+    def _hear(self, peer: int, fault: CommBackendError | None) -> None:
+        """From the link's thread: a peer has failed, or died. In a forked child: this process must not go on."""
+        if os.getpid() != self._pid:
+            self._fault = fault  # without the lock: a thread of the parent may have held it during the fork
+            return
+        if fault is None and not self.closed:
+            text = f"rank {peer} died while rank {self.rank} was in {self.op or 'no call'} (call {self.seq})"
+            fault = PeerDied(text, rank=peer, op=self.op, seq=self.seq)
+        if fault is not None:
+            self.fail(fault)
+
+    def _release(self) -> None:
+        self._watch.ring()
+        if self._fault is not None:
+            self._link.interrupt(self._fault)
+
+    def _tell(self, fault: CommBackendError) -> None:
+        packed = pack_fault(fault)
+        self._board.show_fault(packed)
+        self._link.tell(packed)
+
+    # -- leaving ----------------------------------------------------------------------------------------------------
+    def _part(self, deadline: float) -> bool:
+        """Wait until no rank's streams use shared memory any more; after a fault, this rank's. Whether they do not."""
+        idle = self._quiesce(deadline)
+        if not idle:
+            text = f"rank {self.rank}: work on the communicator's streams has not ended before the deadline"
+            self._late(CommTimeout(text, rank=self.rank, op=self.op, seq=self.seq))
+        if self._fault is None:
+            self._barrier(deadline)
+        return idle
+
+    def _quiesce(self, deadline: float) -> bool:
+        """Wait on the host for what is enqueued on the streams that this transport has used. Whether it has ended."""
+        events: list[Any] = []
+        try:
+            for stream in self._used:
+                events.append(self._driver.event())
+                self._driver.event_record(events[-1], stream)
+            while not all(self._driver.event_done(e) for e in events):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(1e-4)
+        except DriverError as e:
+            self.fail(e)  # the context is lost: nothing runs any more
+        finally:
+            for event in events:
+                self._driver.event_destroy(event)
+        return True
+
+    def _between(self) -> None:
+        """All ranks have let go of what they opened; not waited for after a fault or while giving up."""
+        if self._connected and self._fault is None:
+            self._link.exchange(b"", time.monotonic() + self.timeout_s)
+
+    def _close(self, timeout_s: float) -> None:
+        try:
+            if not self._part(time.monotonic() + timeout_s):
+                # Unmapping memory under a running kernel would kill the context: leave it mapped.
+                log.error("commbackend: rank %d: its streams are busy at close; its memory stays mapped", self.rank)
+                self._undo.pop_all()
+                self._watch.stop()
+        finally:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Give everything back."""
+        try:
+            self._undo.close()
+        finally:
+            self._link.close(goodbye=self._fault is None)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        if key == "waits" and value not in ("auto", "stream", "kernel"):
+            raise ConfigError(f"userbuffers option waits={value!r}: auto, stream or kernel")
+        if key in ("comm_ctas", "va_nbytes") and (not isinstance(value, int) or value < 0):
+            raise ConfigError(f"userbuffers option {key}={value!r}: a number of {key.split('_')[1]}, not negative")
+
+
+def _require(driver: Driver) -> None:
+    """Raise Unavailable if the device lacks what every path needs."""
+    found = driver.attribute("CAN_USE_64_BIT_STREAM_MEM_OPS")
+    if not found:
+        raise Unavailable(
+            f"64-bit stream memory operations: found {found}, needed 1 (driver for CUDA {driver.version() // 1000})",
+            "a newer driver has them on Volta and newer GPUs",
+        )
+
+
+def _uuid_text(uuid: bytes) -> str:
+    h = uuid.hex()
+    return f"GPU-{h[:8]}-{h[8:12]}-{h[12:16]}-{h[16:20]}-{h[20:]}"

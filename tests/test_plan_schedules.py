@@ -1,0 +1,237 @@
+"""Planners: right results in every interleaving, and the promises a plan's readers rely on."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plan_cases import CAPS, FLAGS, PLAIN, FakeCaps, problem, schedules
+from plan_machine import run_calls
+
+from commbackend.check import check
+from commbackend.errors import PlanError
+from commbackend.plan import CREDIT, MAX_CHUNKS, Gemm, Knobs, Plan, Problem, Put, Reduce, Signal, Wait
+from commbackend.schedules import OPS, SCHEDULES, candidates, default_knobs, plan, program, supports
+
+SCHEDULED = list(schedules())
+
+
+@st.composite
+def problems(draw: st.DrawFn, size: int) -> Problem:
+    """Any op with any flags and small uneven sizes, zeros among them."""
+    op = draw(st.sampled_from(OPS))
+    flags = draw(st.sampled_from(FLAGS.get(op, ((),))))
+    most = 5 if size <= 4 else 2
+    rows = tuple(draw(st.lists(st.integers(0, most), min_size=size, max_size=size)))
+    weights = draw(st.integers(1, 3)) if op in FLAGS and not ("wgrad" in flags and op == "all_gather_matmul") else 1
+    made = problem(op, rows, blocks=draw(st.integers(0, 3)), k=draw(st.integers(0, 3)), flags=flags)
+    n = () if op in PLAIN else tuple(draw(st.lists(st.integers(0, 3), min_size=weights, max_size=weights)))
+    return dataclasses.replace(made, n=n, bias="matmul" in op and draw(st.booleans()))
+
+
+@st.composite
+def calls(draw: st.DrawFn, sizes: st.SearchStrategy[int]) -> tuple[FakeCaps, list[Problem], list[Plan]]:
+    """Three calls of one communicator, each with its own op and knobs."""
+    size, caps = draw(sizes), draw(st.sampled_from(list(CAPS.values())))
+    made = [draw(problems(size)) for _ in range(3)]
+    return caps, made, [plan(p, caps, draw(st.sampled_from(candidates(p, caps)))) for p in made]
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(calls(st.integers(1, 4)), st.integers(0, 2**20), st.booleans())
+def test_three_mixed_calls_are_proved_and_right(
+    made: tuple[FakeCaps, list[Problem], list[Plan]], seed: int, one_queue: bool
+) -> None:
+    caps, wanted, plans = made
+    check(plans, caps=caps)
+    run_calls(plans, wanted, seed, one_queue=one_queue)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(calls(st.integers(5, 16)), st.integers(0, 2**20))
+def test_many_ranks_are_proved_and_right(made: tuple[FakeCaps, list[Problem], list[Plan]], seed: int) -> None:
+    caps, wanted, plans = made
+    check(plans, caps=caps)
+    run_calls(plans, wanted, seed)
+
+
+@pytest.mark.parametrize(("op", "flags", "caps", "knobs"), SCHEDULED, ids=lambda v: str(v)[:40])
+def test_every_schedule_at_its_edges(op: str, flags: tuple[str, ...], caps: str, knobs: Knobs) -> None:
+    """One rank, a rank without rows, no rows at all, several blocks, more chunks than rows, every lane count."""
+    rng = random.Random(1)
+    for rows in ((3,), (3, 0, 2), (0, 0), (5, 5)):
+        for blocks in (0, 1, 3):
+            p = problem(op, rows, blocks=blocks, flags=flags, bias=True)
+            for chunks, lanes in ((1, 0), (4, 1), (MAX_CHUNKS, 3)):
+                made = plan(p, CAPS[caps], dataclasses.replace(knobs, chunks=chunks, lanes=lanes))
+                check([made], caps=CAPS[caps])
+                run_calls([made] * 3, [p] * 3, rng.randrange(1000))
+
+
+@pytest.mark.parametrize(("op", "flags", "caps", "knobs"), SCHEDULED, ids=lambda v: str(v)[:40])
+def test_promises_of_every_plan(op: str, flags: tuple[str, ...], caps: str, knobs: Knobs) -> None:
+    for lanes in (0, 1, 2):
+        p = problem(op, (6, 4, 2), blocks=2, flags=flags)
+        made = plan(p, CAPS[caps], dataclasses.replace(knobs, lanes=lanes))
+        assert Plan.from_json(made.to_json()) == dataclasses.replace(made, meta=Plan.from_json(made.to_json()).meta)
+        for rank, one in enumerate(made.programs):
+            assert one == program(p, rank, CAPS[caps], dataclasses.replace(knobs, lanes=lanes))
+            assert {s.lane for s in one.steps} <= set(range(lanes + 1))
+            tail = [s for s in one.steps if isinstance(s, Signal) and s.slot == CREDIT]
+            assert list(one.steps[len(one.steps) - len(tail) :]) == tail
+            assert len(tail) == (2 if CAPS[caps].one_sided else 0)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if "reduce" in op])
+@pytest.mark.parametrize("caps", CAPS)
+def test_sums_run_in_rank_order(op: str, caps: str) -> None:
+    """F085: one order on all ranks, whatever the schedule; who sent a summand is told by where it came from."""
+    p = problem(op, (4, 4, 4))
+    for knobs in candidates(p, CAPS[caps]):
+        made = plan(p, CAPS[caps], knobs)
+        for one in made.programs:
+            senders = {
+                (s.dst.buf, s.dst.row, sender.rank)
+                for sender in made.programs
+                for s in sender.steps
+                if isinstance(s, Put) and s.peer == one.rank
+            }
+            for s in one.steps:
+                if isinstance(s, Reduce):
+                    order = [_sender(src, one.rank, senders, made, s) for src in s.srcs]
+                    assert order == [0, 1, 2], (knobs, one.rank, s)
+
+
+def _sender(src: object, rank: int, senders: set[tuple[str, int, int]], made: Plan, step: Reduce) -> int:
+    region = src
+    assert hasattr(region, "buf")
+    if region.at >= 0:
+        return int(region.at)
+    if region.buf == "parts.heap":
+        found = {r for buf, row, r in senders if (buf, row) == (region.buf, region.row)} or {
+            g.rank
+            for g in made.programs
+            for s in g.steps
+            if isinstance(s, Gemm)
+            for part in s.segments
+            if part.out.at == rank and part.out.row == region.row
+        }
+        assert len(found) == 1
+        return found.pop()
+    if region.buf == "parts.scratch":
+        return int(region.row) // 4
+    return rank
+
+
+def test_own_rows_are_multiplied_before_any_wait_for_data() -> None:
+    for schedule in ("push", "pull"):
+        for one in plan(problem("all_gather_matmul"), CAPS["everything"], Knobs(schedule, 2)).programs:
+            lane = [s for s in one.steps if s.lane == 0]
+            assert isinstance(lane[0], Gemm) and lane[0].segments[0].a.buf == "x"
+
+
+def test_peers_rows_are_made_first_in_rotated_order() -> None:
+    for one in plan(problem("matmul_reduce_scatter"), CAPS["puts"], Knobs("push", 1)).programs:
+        rows = [s.segments[0].a.row for s in one.steps if isinstance(s, Gemm)]
+        assert rows == [4 * ((one.rank + i) % 3) for i in (1, 2, 3)]
+
+
+def test_puts_serve_every_peers_first_chunk_first() -> None:
+    for one in plan(problem("all_gather"), CAPS["puts"], Knobs("push", 2)).programs:
+        puts = [(s.peer, s.slot) for s in one.steps if isinstance(s, Put)]
+        first, second = (one.rank + 1) % 3, (one.rank + 2) % 3
+        assert puts == [(first, 2), (second, 2), (first, 3), (second, 3)]
+
+
+def test_polling_is_one_launch_a_weight() -> None:
+    p = problem("all_gather_matmul", weights=2)
+    for one in plan(p, CAPS["everything"], Knobs("pull", 2, 1, True)).programs:
+        gemms = [s for s in one.steps if isinstance(s, Gemm)]
+        assert len(gemms) == 2
+        assert not any(isinstance(s, Wait) and s.slot != CREDIT for s in one.steps)
+        assert all(sum(bool(g.ready) for g in s.segments) == 4 for s in gemms)
+
+
+def test_wgrad_is_one_product_after_the_partials_are_under_way() -> None:
+    p = problem("dgrad_reduce_scatter", flags=("wgrad",), weights=2)
+    for one in plan(p, CAPS["puts"], Knobs("push", 2)).programs:
+        wgrads = [i for i, s in enumerate(one.steps) if isinstance(s, Gemm) and s.form == "tn"]
+        assert len(wgrads) == 2 and all(len(one.steps[i].segments) == 1 for i in wgrads)  # type: ignore[union-attr]
+        assert max(i for i, s in enumerate(one.steps) if isinstance(s, Put)) < wgrads[0]
+        assert wgrads[-1] < min(i for i, s in enumerate(one.steps) if isinstance(s, Reduce))
+
+
+def test_no_chunk_is_cut_inside_a_tile() -> None:
+    p = problem("all_gather", (1000, 1000))
+    rows = {
+        s.src.row for one in plan(p, CAPS["puts"], Knobs("push", 4)).programs for s in one.steps if isinstance(s, Put)
+    }
+    assert rows == {0, 256, 512, 768}
+
+
+# -- choosing
+def test_what_cannot_be_served_says_why() -> None:
+    every = CAPS["everything"]
+    for p, caps, knobs, reason in (
+        (problem("all_gather"), every, Knobs("ring"), "no schedule 'ring': it has push, pull, collective"),
+        (Problem("transpose", (1,)), every, Knobs("push"), "unknown op 'transpose'"),
+        (problem("all_gather"), CAPS["puts"], Knobs("pull"), "no view of peers"),
+        (problem("all_gather"), CAPS["puts"], Knobs("collective"), "no collectives"),
+        (problem("all_gather"), CAPS["collectives"], Knobs("push"), "not one-sided"),
+        (problem("all_gather"), every, Knobs("push", 33), "chunks=33: 1 to 32"),
+        (problem("all_gather"), every, Knobs("push", 0), "chunks=0: 1 to 32"),
+        (problem("all_gather"), every, Knobs("push", 1, -1), "lanes=-1: 0 to 15"),
+        (problem("all_gather"), every, Knobs("push", 1, 1, True), "no polling form"),
+        (problem("matmul_all_reduce", weights=2), every, Knobs("two_shot"), "takes one weight, not 2"),
+        (problem("all_gather_matmul", weights=2, flags=("wgrad",)), every, Knobs("push"), "one weight"),
+        (problem("all_gather", flags=("gathered",)), every, Knobs("push"), "no flag gathered"),
+        (dataclasses.replace(problem("all_reduce"), blocks=2), every, Knobs("two_shot"), "in one block, not 2"),
+        (dataclasses.replace(problem("all_gather"), dtype="float3"), every, Knobs("push"), "unknown dtype"),
+        (problem("all_gather", (1, -1)), every, Knobs("push"), "must not be negative"),
+    ):
+        found = supports(p, caps, knobs)
+        assert found and reason in found, (found, reason)
+        with pytest.raises(PlanError, match="with Knobs"):
+            program(p, 0, caps, knobs)
+    with pytest.raises(PlanError, match="rank 3 of 3"):
+        program(problem("all_gather"), 3, every, Knobs("push"))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("caps", CAPS)
+def test_candidates_are_legal_distinct_and_hold_every_schedule(op: str, caps: str) -> None:
+    p = problem(op, (64, 64))
+    found = candidates(p, CAPS[caps])
+    assert len(set(found)) == len(found)
+    assert all(supports(p, CAPS[caps], k) is None for k in found)
+    legal = {name for name in SCHEDULES[op] if supports(p, CAPS[caps], Knobs(name)) is None}
+    assert {k.schedule for k in found} == legal
+    assert default_knobs(p, CAPS[caps]).schedule in legal
+
+
+def test_defaults_follow_bytes_and_roles() -> None:
+    def chosen(p: Problem, caps: str) -> Knobs:
+        return default_knobs(p, CAPS[caps])
+
+    small, large = problem("all_gather_matmul", (4, 4)), problem("all_gather_matmul", (1024, 1024), k=1024)
+    assert chosen(small, "puts") == Knobs("push", 1, 0)
+    assert chosen(large, "puts") == Knobs("push", 4, 1)
+    assert chosen(large, "everything").schedule == "pull"
+    assert chosen(large, "collectives").schedule == "collective"
+    assert chosen(problem("all_gather_matmul", (4,)), "everything") == Knobs("sequence", 1, 0)
+    assert chosen(problem("all_reduce", (4, 4)), "puts").schedule == "one_shot"
+    assert chosen(problem("all_reduce", (4096, 4096), k=1024), "puts").schedule == "two_shot"
+    assert chosen(problem("all_reduce", (4096, 4096), k=1024), "everything").schedule == "two_shot_pull"
+
+
+def test_defaults_are_the_same_where_k_and_n_differ_between_ranks() -> None:
+    """Ranks choose by themselves: what may differ must not matter."""
+    for op in ("matmul_reduce_scatter", "matmul_all_reduce"):
+        one, other = (problem(op, (512, 512), k=k, n=1024) for k in (1, 4096))
+        assert default_knobs(one, CAPS["puts"]) == default_knobs(other, CAPS["puts"])
+    for op in ("all_gather_matmul", "dgrad_reduce_scatter", "dgrad_all_reduce"):
+        one, other = (problem(op, (512, 512), k=1024, n=n) for n in (1, 4096))
+        assert default_knobs(one, CAPS["puts"]) == default_knobs(other, CAPS["puts"])

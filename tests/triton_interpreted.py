@@ -1,0 +1,156 @@
+"""Runs the Triton kernels in Triton's interpreter against fp64 references; started by test_triton_tile.py with TRITON_INTERPRET=1.
+
+fp16 only: the interpreter multiplies bf16 as integers. The whole host side of the provider is real: only ``Runtime.compile`` is replaced, by launches through the interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from commbackend.contract import GemmProblem, GemmSegment
+from commbackend.gemm.triton_launch import Runtime
+from commbackend.gemm.triton_tile import TileConfig, TritonTile
+
+TORCH = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "i64": torch.int64,
+    "fp8e4nv": torch.float8_e4m3fn,
+}
+
+
+def tensor_at(address: int, dtype: torch.dtype, count: int = 1) -> torch.Tensor:
+    if not address:
+        return torch.zeros(1, dtype=dtype)
+    raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype)
+
+
+class InterpretedDriver:
+    """CPU memory; uploads are copies."""
+
+    def __init__(self, capability: int, sms: int) -> None:
+        self._capability, self._sms = capability, sms
+
+    def capability(self) -> int:
+        return self._capability
+
+    def multiprocessors(self) -> int:
+        return self._sms
+
+    def shared_nbytes(self) -> int:
+        return 227 << 10
+
+    def upload(self, dst: int, src: bytes, stream: int) -> None:
+        ctypes.memmove(dst, src, len(src))
+
+    def current_stream(self) -> int:
+        return 0
+
+    def capturing(self, stream: int) -> bool:
+        return False
+
+
+class InterpretedKernel:
+    def __init__(self, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> None:
+        self.kernel, self.types, self.constants = kernel, types, constants
+        self.maps = tuple(n for n in kernel.arg_names if n not in constants and types[n].startswith("tensordesc"))
+        self.names = tuple(n for n in kernel.arg_names if n not in constants and n not in self.maps)
+        self.mapped: dict[str, TensorDescriptor] = {}
+
+    def map(self, driver: Any, name: str, kind: int, address: int, rows: int, cols: int, ld_nbytes: int) -> None:
+        dtype, box = self.types[name].removeprefix("tensordesc<").removesuffix("]>").split("[")
+        size = TORCH[dtype].itemsize
+        flat = tensor_at(address, TORCH[dtype], (rows - 1) * (ld_nbytes // size) + cols)
+        view = flat.as_strided((rows, cols), (ld_nbytes // size, 1))
+        self.mapped[name] = TensorDescriptor(
+            view, [rows, cols], [ld_nbytes // size, 1], [int(x) for x in box.split(",")]
+        )
+
+    def launch(self, driver: Any, grid: int, stream: int, scalars: Sequence[int]) -> None:
+        args: dict[str, Any] = dict(self.constants) | self.mapped
+        for name, value in zip(self.names, scalars, strict=True):
+            kind = self.types[name]
+            args[name] = tensor_at(value, TORCH[kind[1:]]) if kind.startswith("*") else value
+        # The interpreter wants one tensor an address.
+        args |= {c: self.mapped[o].base for c, o in (("c0", "o0"), ("c1", "o1")) if o in self.mapped}
+        self.kernel[(grid,)](**args)
+
+
+class InterpretedRuntime(Runtime):
+    def compile(self, kernel: Any, types: Any, constants: Any, aligned: Any, *, warps: int, stages: int) -> Any:
+        self.compilations += 1
+        return InterpretedKernel(kernel, types, constants)
+
+
+def provider(capability: int = 90, sms: int = 3, **options: Any) -> TritonTile:
+    return TritonTile(runtime=InterpretedRuntime(InterpretedDriver(capability, sms), torch.device("cpu")), **options)  # type: ignore[arg-type]
+
+
+def reference(s: GemmSegment) -> torch.Tensor:
+    out = s.a.double() @ s.b.double().t()
+    if s.scale_a is not None and s.scale_b is not None:
+        out *= s.scale_a.double().reshape(-1, 1) * s.scale_b.double().reshape(1, -1)
+    for extra in (*(() if s.bias is None else (s.bias,)), *s.addends):
+        out += extra.double()
+    return out
+
+
+def run(
+    name: str, rows: Sequence[int], n: int, k: int, *, capability: int = 90, dtype: torch.dtype = torch.float16, b_cols: bool = False,
+    bias: bool = False, addends: int = 0, config: TileConfig | None = None, own: int = 0, pad: int = 0, transposed: bool = False,
+) -> None:  # fmt: skip
+    """Segments of ``rows`` rows; segment ``own`` lies in a tensor of its own, the others in one heap, last first."""
+    g = torch.Generator().manual_seed(hash(name) % 1000)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g).to(dtype)
+
+    total = sum(rows)
+    x, heap = random(rows[own], k + pad)[:, :k], random(total, k + pad)[:, :k]
+    if transposed:
+        x, heap = random(k, rows[own]).t(), random(k, total).t()
+    b = random(k, n).t() if b_cols else random(n, k)
+    out = torch.full((total, n), 7.0, dtype=dtype)
+    row_bias = random(n) if bias else None
+    starts = [sum(rows[:i]) for i in range(len(rows))]
+    order = [own, *(i for i in reversed(range(len(rows))) if i != own)]
+    segments = []
+    for i in order:
+        part = slice(starts[i], starts[i] + rows[i])
+        adds = tuple(random(rows[i], n) for _ in range(addends)) if i == own else ()
+        segments.append(GemmSegment(x if i == own else heap[part], b, out[part], row_bias, adds))
+    name_of = str(dtype).removeprefix("torch.")
+    problem = GemmProblem(total, n, k, name_of, name_of, "cuda", bias=bias, addends=addends > 0)
+    provider(capability, config=config).prepare(problem)(segments)
+    for s in segments:
+        want = reference(s)
+        error = (s.out.double() - want).norm() / max(want.norm().item(), 1e-9)
+        assert torch.isfinite(s.out.float()).all() and error < 6e-3, f"{name}: relative error {error:.2e}"
+    print("ok", name)
+
+
+SMALL = TileConfig(16, 32, 16, 2, 4, group=2)
+SPLIT = TileConfig(16, 32, 16, 2, 4, group=2, split=True)
+MAPS = TileConfig(16, 32, 16, 2, 4, device_maps=True)
+
+if __name__ == "__main__":
+    run("maps made by the host", (32, 16, 48), 64, 32, config=SMALL)
+    run("ragged segments keep to their rows", (17, 5, 1, 30), 72, 40, config=SMALL, own=2)
+    run("no rows", (0, 9, 0), 32, 32, config=SMALL, own=1)
+    run("split store, addends in order, bias", (20, 33), 64, 48, config=SPLIT, bias=True, addends=3)
+    run("maps made by the kernel", (20, 33), 40, 24, config=MAPS, bias=True)
+    run("b by columns", (20, 33), 40, 24, config=SMALL, b_cols=True)
+    run("pointers", (20, 33), 40, 24, capability=80, config=SMALL, addends=1)
+    run("pointers, b by columns, even k", (20, 33), 64, 32, capability=80, config=SMALL, b_cols=True, bias=True)
+    run("odd sizes", (7, 66), 37, 29, bias=True, addends=2)
+    run("transposed a", (24, 16), 40, 24, config=SMALL, transposed=True)
+    run("row strides", (24, 16), 40, 24, config=SMALL, pad=8)
+    sys.exit(0)
