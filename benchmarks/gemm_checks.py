@@ -1,11 +1,14 @@
-"""Checks of the flag kernels on one GPU: they multiply, wait, raise, fail and reduce as promised. ``gemm_flags.py`` runs them first.
+"""Checks of the flag kernels on one GPU: they multiply, wait, raise, fail and reduce as promised. ``gemm_flags.py``
+runs them first.
 
-Each ``check_*`` function prints one line a promise and adds what is broken to ``FAILED``. Several streams of one GPU stand for
+Each ``check_*`` function prints one line a promise and adds what is broken to ``FAILED``. Several streams of one GPU
+stand for
 the ranks, so memory order between GPUs is not proven here.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -125,9 +128,12 @@ def check_products(provider: TritonTile) -> None:
 
     cases = (
         ("ragged rows", (200, 1, 0, 333), 512, 256, {}), ("ragged n and k", (130, 70), 1000, 1048, {"bias": True}),
-        ("odd sizes", (33, 100), 77, 45, {"bias": True, "adds": 2}), ("b by columns", (256, 100), 768, 512, {"b_cols": True}),
-        ("addends", (300, 256), 1024, 512, {"adds": 3, "bias": True}), ("fp16", (128, 129), 512, 264, {"dtype": torch.float16}),
-        ("transposed a", (128, 64), 256, 192, {"transposed": True}), ("one row", (1, 1), 4096, 512, {}), ("k of 8", (64, 64), 64, 8, {}),
+        ("odd sizes", (33, 100), 77, 45, {"bias": True, "adds": 2}), ("b by columns", (256, 100), 768, 512,
+        {"b_cols": True}),
+        ("addends", (300, 256), 1024, 512, {"adds": 3, "bias": True}), ("fp16", (128, 129), 512, 264,
+        {"dtype": torch.float16}),
+        ("transposed a", (128, 64), 256, 192, {"transposed": True}), ("one row", (1, 1), 4096, 512, {}), ("k of 8",
+        (64, 64), 64, 8, {}),
     )  # fmt: skip
     for polls in (False, True):
         for name, rows, n, k, o in cases:
@@ -181,7 +187,8 @@ def check_fp8(provider: TritonTile) -> None:
 
 
 def check_waiting(provider: TritonTile) -> None:
-    """A launch spins until another stream has copied the rows and raised the flag; its done flags feed a second launch that runs beside it."""
+    """A launch spins until another stream has copied the rows and raised the flag; its done flags feed a second launch
+    that runs beside it."""
     case = Case(1024, 1024, 512)
     source = case.gathered.clone()
     kernel = provider.prepare(problem(1024, 1024, 512, polls=True))
@@ -245,7 +252,8 @@ def chain(provider: TritonTile, loops: int = 30) -> None:
 
 
 def check_faults() -> None:
-    """A deadline and a poisoned word: NaN everywhere, a record, POISON to the peers, a sticky error; healthy after ``clear``."""
+    """A deadline and a poisoned word: NaN everywhere, a record, POISON to the peers, a sticky error; healthy after
+    ``clear``."""
     for what, value, kind in (("deadline", 3, CommTimeout), ("poison", POISON, CommAborted)):
         provider = TritonTile(timeout_s=0.05)
         case = Case(1024, 1024, 256)
@@ -355,18 +363,21 @@ def one_shot(runtime: Runtime, size: int, dtype: torch.dtype, rounds: int = 60) 
     nbytes = OneShotAllReduce.nbytes(dtype, size, **limits)
     memory = [torch.zeros(nbytes, dtype=torch.uint8, device=DEV) for _ in range(size)]
     bases = [m.data_ptr() for m in memory]
-    make = lambda r: OneShotAllReduce(runtime, dtype, bases, r, timeout_s=5.0, norm=True, residual=True, **limits)
-    ranks, streams = [make(r) for r in range(size)], [torch.cuda.Stream() for _ in range(size)]
+    ranks = [
+        OneShotAllReduce(runtime, dtype, bases, r, timeout_s=5.0, norm=True, residual=True, **limits)
+        for r in range(size)
+    ]
+    streams = [torch.cuda.Stream() for _ in range(size)]
     good = True
     for i in range(rounds):
         rows, cols = (1, 96, 7, 64)[i % 4], (2048, 1024, 328)[i % 3]
         xs = [torch.randn(rows, cols, device=DEV).to(dtype) for _ in range(size)]
-        residuals = [torch.randn(rows, cols, device=DEV).to(dtype)] * 1
-        residuals = [residuals[0].clone() for _ in range(size)]
+        before = torch.randn(rows, cols, device=DEV).to(dtype)
+        residuals = [before.clone() for _ in range(size)]
         weight = torch.randn(cols, device=DEV).to(dtype)
         outs = [torch.full_like(x, float("nan")) for x in xs]
         want = sum((x.float() for x in xs[1:]), xs[0].float())
-        summed = (want + residuals[0].float()).to(dtype)
+        summed = (want + before.float()).to(dtype)
         torch.cuda.synchronize()
         for r in range(size):
             extra: dict[str, Any] = {"residual": residuals[r], "norm_weight": weight} if i % 2 else {}
@@ -379,6 +390,18 @@ def one_shot(runtime: Runtime, size: int, dtype: torch.dtype, rounds: int = 60) 
             good = good and all(torch.equal(o, want.to(dtype)) for o in outs)
         good = good and all(torch.equal(o, outs[0]) for o in outs)
     expect(f"one-shot all-reduce of {size} ranks, {dtype}", good, f"{rounds} rounds")
+
+
+def problems() -> list[GemmProblem]:
+    """What the checks compile for, so that it can be compiled ahead in parallel."""
+    sizes = ((300, 768, 512), (533, 512, 256), (1024, 1024, 512), (2048, 1024, 512), (2048, 512, 1024), (133, 77, 45))
+    found = []
+    for m, n, k in sizes:
+        for polls, bias, addends in itertools.product((False, True), repeat=3):
+            found.append(problem(m, n, k, polls=polls, bias=bias, addends=addends))
+            found.append(problem(m, n, k, polls=polls, dtype="float16"))
+        found += [problem(304, 768, 512, dtype=t, scales=True) for t in ("float8_e4m3fn", "float8_e5m2")]
+    return found
 
 
 def checks(calls: int) -> None:

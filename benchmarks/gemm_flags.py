@@ -1,18 +1,30 @@
-"""The flag kernels on one GPU, all flags up, against cuBLAS; before that, checks that they wait, raise, fail and reduce as promised.
+# ruff: noqa: B023
+"""The flag kernels on one GPU, all flags up, against cuBLAS; before that, checks that they wait, raise, fail and
+reduce as promised (``gemm_checks.py``).
 
-    PYTHONPATH=. python benchmarks/gemm_flags.py --out DIR [--quick] [--only checks|speed|fp8|host|reduce ...] [--config 128,256,64,4,8,split ...]
+    PYTHONPATH=. python benchmarks/gemm_flags.py --out DIR [--quick] [--only checks speed fp8 host reduce]
+        [--config 128,256,64,4,8,split ...]
 
-Forms, for two ranks (``--ranks`` for more): ``plain``: one segment, a variant that does not poll. ``consume1/2/4``: own rows in x, the peers' in a heap, in 1, 2 or 4 chunks a
-peer with a flag each (all-gather + GEMM). ``produce``: the peers' rows to a send buffer with a flag a chunk, own rows last (GEMM + reduce-scatter). ``fold``: the same, own rows
-wait for the received partials and add them. Every form is checked against an fp32 product first. Times are CUDA events around one call behind a GPU sleep that hides the
-host's time; candidates are interleaved call by call; medians. Raw samples go to DIR/gemm_flags.json.
+Forms, for two ranks (``--ranks`` for more):
+
+    plain        one segment, a variant that does not poll
+    consume1/2/4 own rows in x, the peers' in a heap, in 1, 2 or 4 chunks a peer, a flag each (all-gather + GEMM)
+    produce      the peers' rows to a send buffer with a flag a chunk, own rows last (GEMM + reduce-scatter)
+    fold         the same; own rows wait for the received partials and add them
+
+Every form is checked against an fp32 product first. Times are CUDA events around one call behind a GPU sleep that hides
+the host's time; candidates are interleaved call by call; medians. Raw samples go to DIR/gemm_flags.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
+import itertools
 import json
+import multiprocessing
+import os
 import platform
 import statistics
 import subprocess
@@ -23,12 +35,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gemm_checks import DEV, FAILED, Case, checks, error_of, expect, problem, reference, say
+from gemm_checks import DEV, FAILED, Case, checks, error_of, expect, problem, problems, reference, say
 
 from commbackend.contract import GemmSegment
-from commbackend.gemm.triton_launch import CudaDriver, Runtime
+from commbackend.gemm.triton_launch import CudaDriver, Runtime, compile_offline
 from commbackend.gemm.triton_reduce import OneShotAllReduce, ReduceKernel
-from commbackend.gemm.triton_tile import Kernel, TileConfig, TritonTile, choose
+from commbackend.gemm.triton_tile import Kernel, TileConfig, TritonTile, Variant, choose, specify
 
 #: (model, n, k) as at tensor-parallel size 8.
 GATHER = (("8B", 3584, 4096), ("70B", 7168, 8192), ("175B", 12288, 12288))
@@ -47,10 +59,12 @@ CONFIGS = (
 
 
 def name_of(config: TileConfig) -> str:
-    return f"{config.bm}x{config.bn}x{config.bk}/{config.stages}/{config.warps}{'s' if config.split else ''}{'d' if config.device_maps else ''}"
+    marks = f"{'s' if config.split else ''}{'d' if config.device_maps else ''}"
+    return f"{config.bm}x{config.bn}x{config.bk}/{config.stages}/{config.warps}{marks}"
 
 
-# -- speed ---------------------------------------------------------------------------------------------------------------
+# -- speed
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def interleave(candidates: dict[str, Callable[[], Any]], reps: int, batch: int = 1) -> dict[str, list[float]]:
@@ -128,7 +142,7 @@ def measure(speed: Speed, label: str, kind: str, case: Case, reps: int, results:
             expect(f"{label} {name}", False, f"error {worst:.1e}")
     candidates: dict[str, Callable[[], Any]] = {"cublas": lambda: torch.mm(case.gathered, case.w.t(), out=case.out)}
     for name, (kernel, segments, sms) in forms.items():
-        candidates[name] = lambda kernel=kernel, segments=segments, sms=sms: kernel(segments, sm_limit=sms)  # type: ignore[misc]
+        candidates[name] = lambda kernel=kernel, segments=segments, sms=sms: kernel(segments, sm_limit=sms)
     first = interleave(candidates, reps)
     base = statistics.median(first["cublas"])
     # Again, back to back, the best config of every form only.
@@ -143,11 +157,11 @@ def measure(speed: Speed, label: str, kind: str, case: Case, reps: int, results:
     form = best["consume2" if kind == "gather" else "fold"]
     kernel, segments, _ = forms[form]
     for reserve in (0, 4, 8, 16):
-        reserves[f"reserve {reserve}"] = lambda n=speed.runtime.sms - reserve: kernel(segments, sm_limit=n)  # type: ignore[misc]
+        limit = speed.runtime.sms - reserve
+        reserves[f"reserve {reserve}"] = lambda limit=limit: kernel(segments, sm_limit=limit)
     priced = interleave(reserves, max(3, reps // 2))
-    say(
-        f"{label}: cublas {base:.1f} us ({2e-6 * case.m * case.n * case.k / base:.0f} TFLOP/s), back to back {hot:.1f} us"
-    )
+    rate = 2e-6 * case.m * case.n * case.k / base
+    say(f"{label}: cublas {base:.1f} us ({rate:.0f} TFLOP/s), back to back {hot:.1f} us")
     for name in sorted(forms, key=lambda x: (x.split()[0], statistics.median(first[x]))):
         mark = f"  back to back {statistics.median(again[name]) / hot:.3f}" if name in again else ""
         print(f"    {name:34s} {statistics.median(first[name]) / base:.3f}{mark}")
@@ -175,16 +189,19 @@ def speeds(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     say(f"{speed.runtime.compilations} kernels compiled for the speed runs")
 
 
+def fp8_configs(runtime: Runtime) -> list[TileConfig]:
+    shapes = (
+        TileConfig(128, 256, 128, 4, 8, split=True), TileConfig(128, 256, 128, 3, 8),
+        TileConfig(128, 128, 128, 4, 8), TileConfig(256, 128, 128, 4, 8, split=True),
+    )  # fmt: skip
+    return [c for c in shapes if c.shared_nbytes(1, 2) <= runtime.shared_nbytes]
+
+
 def fp8(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     """fp8 against torch's scaled_mm, exact and fast accumulation."""
     driver = CudaDriver(DEV)
     runtime = Runtime(driver, driver.device)
-    configs = (
-        TileConfig(128, 256, 128, 4, 8, split=True),
-        TileConfig(128, 256, 128, 3, 8),
-        TileConfig(128, 128, 128, 4, 8),
-        TileConfig(256, 128, 128, 4, 8, split=True),
-    )
+    configs = fp8_configs(runtime)
     for m, n, k in ((8192, 8192, 7168), (2048, 8192, 7168)):
         a, b = (torch.randn(x, k, device=DEV).to(torch.float8_e4m3fn) for x in (m, n))
         scale_a, scale_b = torch.rand(m, 1, device=DEV) + 0.5, torch.rand(1, n, device=DEV) + 0.5
@@ -195,13 +212,11 @@ def fp8(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
             word = "fast" if fast else "exact"
             candidates[f"scaled_mm tensor {word}"] = lambda fast=fast: torch._scaled_mm(
                 a, b.t(), one[0], one[0], out_dtype=torch.bfloat16, use_fast_accum=fast
-            )  # type: ignore[misc]
+            )
             candidates[f"scaled_mm row {word}"] = lambda fast=fast: torch._scaled_mm(
                 a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast
-            )  # type: ignore[misc]
+            )
             for c in configs:
-                if c.shared_nbytes(1, 2) > runtime.shared_nbytes:
-                    continue
                 provider = TritonTile(config=c, exact_fp8=not fast, runtime=runtime)
                 kernel = provider.prepare(problem(m, n, k, dtype="float8_e4m3fn", scales=True))
                 s = [GemmSegment(a, b, out, scale_a=scale_a.reshape(-1), scale_b=scale_b.reshape(-1))]
@@ -209,7 +224,7 @@ def fp8(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
                 worst = error_of(out, reference(s)[0])
                 if worst > 5e-3:
                     expect(f"fp8 {name_of(c)} {word}", False, f"error {worst:.1e}")
-                candidates[f"triton row {word} {name_of(c)}"] = lambda kernel=kernel, s=s: kernel(s)  # type: ignore[misc]
+                candidates[f"triton row {word} {name_of(c)}"] = lambda kernel=kernel, s=s: kernel(s)
         for name in [n for n in candidates if n.startswith("scaled_mm")]:
             try:
                 candidates[name]()
@@ -244,14 +259,15 @@ def host(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     timed("torch.mm", lambda: torch.mm(case.gathered, case.w.t(), out=case.out))
     for chunks in (1, 3, 7):
         segments = case.consume(chunks)
-        timed(f"{1 + chunks} segments, launch", lambda segments=segments: kernel(segments))  # type: ignore[misc]
-        timed(f"{1 + chunks} segments, made and launched", lambda chunks=chunks: kernel(case.consume(chunks)))  # type: ignore[misc]
+        timed(f"{1 + chunks} segments, launch", lambda segments=segments: kernel(segments))
+        timed(f"{1 + chunks} segments, made and launched", lambda chunks=chunks: kernel(case.consume(chunks)))
     say("host: " + ", ".join(f"{n} {t:.1f} us" for n, t in found.items()))
     results.append({"label": "host", "us": found})
 
 
 def reduce(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
-    """Reduce kernels against copying, the one-shot all-reduce of two ranks that share this GPU (an upper bound of its latency)."""
+    """Reduce kernels against copying, the one-shot all-reduce of two ranks that share this GPU (an upper bound of its
+    latency)."""
     driver = CudaDriver(DEV)
     runtime = Runtime(driver, driver.device)
     kernel = ReduceKernel(runtime, torch.bfloat16, 8)
@@ -283,6 +299,43 @@ def reduce(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
         times = interleave({"one-shot": both}, args.reps, batch=10)
         say(f"one-shot all-reduce, 2 ranks on one GPU, {m}x8192: {statistics.median(times['one-shot']):.1f} us a call")
         results.append({"label": "one-shot", "m": m, "isolated_us": times})
+
+
+def compile_ahead(variant: Variant, capability: int) -> float:
+    """Fill Triton's cache on disk; seconds it took. Runs in a process of its own."""
+    start = time.perf_counter()
+    kernel, types, constants, aligned = specify(variant)
+    compile_offline(
+        kernel, types, constants, aligned, capability, warps=variant.config.warps, stages=variant.config.stages
+    )
+    return time.perf_counter() - start
+
+
+def warm(args: argparse.Namespace) -> None:
+    """Compile in parallel what the parts will load."""
+    speed = Speed(args.configs)
+    wanted: dict[Variant, None] = {}
+    if "checks" in args.only:
+        provider = TritonTile(runtime=speed.runtime)
+        wanted |= {v: None for p in problems() for v in provider.variants(p).values()}
+    if "speed" in args.only:
+        for config in speed.configs:
+            for flags in ({"polls": False}, {"polls": True}, {"polls": True, "addends": True}):
+                made = speed.providers[config].variants(problem(2048, 2048, 2048, **flags))
+                wanted |= dict.fromkeys(made.values())
+    if "fp8" in args.only:
+        for config, exact in itertools.product(fp8_configs(speed.runtime), (False, True)):
+            provider = TritonTile(config=config, exact_fp8=exact, runtime=speed.runtime)
+            made = provider.variants(problem(2048, 2048, 2048, dtype="float8_e4m3fn", scales=True))
+            wanted |= dict.fromkeys(made.values())
+    context = multiprocessing.get_context("spawn")
+    workers = min(len(wanted) or 1, os.cpu_count() or 1, 16)
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        futures = [pool.submit(compile_ahead, v, speed.runtime.capability) for v in wanted]
+        for i, future in enumerate(concurrent.futures.as_completed(futures), 1):
+            future.result()
+            if i % 20 == 0 or i == len(futures):
+                say(f"compiled {i} of {len(futures)} variants in {workers} processes")
 
 
 def parse_config(text: str) -> TileConfig:
@@ -318,12 +371,14 @@ def main() -> int:
         text=True,
     )
     record: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(), "command": sys.argv, "host": platform.platform(), "gpu": smi.stdout.strip(),
-        "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__, "results": [],
+        "date": datetime.datetime.now(datetime.UTC).isoformat(), "command": sys.argv, "gpu": smi.stdout.strip(),
+        "host": platform.platform(), "python": platform.python_version(), "torch": torch.__version__,
+        "cuda": torch.version.cuda, "triton": triton.__version__, "results": [],
     }  # fmt: skip
     say(f"{record['gpu']}, torch {torch.__version__}, triton {triton.__version__}")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
+    warm(args)
     if "checks" in args.only:
         checks(args.calls)
     for name, part in (("host", host), ("reduce", reduce), ("fp8", fp8), ("speed", speeds)):

@@ -23,6 +23,7 @@ _HOME = {
     "ShapeError": "errors",
     "Unavailable": "errors",
     "Unsupported": "errors",
+    "UnsupportedDtype": "errors",
     "all_gather": "ops",
     "all_gather_matmul": "ops",
     "all_reduce": "ops",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from .errors import ShapeError as ShapeError
     from .errors import Unavailable as Unavailable
     from .errors import Unsupported as Unsupported
+    from .errors import UnsupportedDtype as UnsupportedDtype
     from .ops import all_gather as all_gather
     from .ops import all_gather_matmul as all_gather_matmul
     from .ops import all_reduce as all_reduce

@@ -249,8 +249,8 @@ def _measure(options: argparse.Namespace, command: list[str]) -> dict[str, Any]:
 
 def _launch(options: argparse.Namespace) -> _Launch:
     """Choose what starts the ranks. Raises ConfigError if mpirun was asked for and cannot be used."""
-    if options.launcher == "processes":
-        return _Launch("")
+    if options.launcher == "processes" or (options.launcher == "auto" and options.device == "cuda"):
+        return _Launch("")  # on GPUs Open MPI's collectives are not measured
     missing = "" if importlib.util.find_spec("mpi4py") else "mpi4py is not installed (pip install 'commbackend[mpi]')"
     mpirun = "" if missing else find_mpirun()
     if not missing and not mpirun:
@@ -264,7 +264,7 @@ def _run(options: argparse.Namespace, ranks: int, launch: _Launch) -> dict[str, 
     """Start ``ranks`` ranks, wait for their end, and return what they measured."""
     with tempfile.TemporaryDirectory(prefix="commbackend-bench-") as folder:
         home = Path(folder)
-        spec = {"kind": options.kind, "ranks": ranks, "options": _worker_options(options)}
+        spec = {"kind": options.kind, "ranks": ranks, "launcher": os.getpid(), "options": _worker_options(options)}
         spec |= {name: str(home / name) for name in ("store", "barrier", "out")}
         (home / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
         (home / "barrier").write_bytes(bytes(ranks * 128))

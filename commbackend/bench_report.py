@@ -111,7 +111,18 @@ def _title(run: Mapping[str, Any], what: str) -> str:
 
 def _collectives(run: Mapping[str, Any]) -> Table:
     stock = next((s for c in run["cases"] if (s := _stock(c))), "gloo")
-    head = ("op", "shard", "size", "time us", "p10...p90", "algbw GB/s", "busbw GB/s", "new tensor us", "memcpy us")
+    head = (
+        "op",
+        "dtype",
+        "shard",
+        "size",
+        "time us",
+        "p10...p90",
+        "algbw GB/s",
+        "busbw GB/s",
+        "new tensor us",
+        "memcpy us",
+    )
     table = Table(_title(run, "collectives"), (*head, f"{stock} us", "Open MPI us", f"x {stock}", "x Open MPI"))
     for case in run["cases"]:
         ours, size = _median(case, OURS), int(case["size_nbytes"])
@@ -120,6 +131,7 @@ def _collectives(run: Mapping[str, Any]) -> Table:
         theirs, mpi = _median(case, stock), _median(case, MPI)
         cells = (
             case["op"],
+            case["dtype"],
             nbytes_text(case["shard_nbytes"]),
             nbytes_text(size),
             _us(ours),

@@ -24,11 +24,11 @@ import commbackend
 
 from .bench_report import summary
 from .communicator import Communicator
-from .errors import CommBackendError, CommTimeout
+from .errors import CommAborted, CommBackendError, CommTimeout
 
 __all__ = ["Candidate", "Rounds", "SpinBarrier", "World"]
 
-#: GPU cycles of the sleep that hides the host's launch time: about 0.3 ms.
+#: GPU cycles of the sleep that hides the host's launch time of one call: about 0.3 ms.
 _SLEEP_CYCLES = 500_000
 #: Words of one cache line: ranks must not share one.
 _LINE_WORDS = 16
@@ -101,6 +101,7 @@ class World:
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_s)
         )
+        self._launcher = int(spec["launcher"])
         self._comms: dict[str, Communicator] = {}
         self.comm = self.communicator("bench")
         self._sink = open(spec["out"], "a", encoding="utf-8") if self.rank == 0 else None  # noqa: SIM115 - see close
@@ -147,7 +148,11 @@ class World:
 
     # -- clocks
     def settle(self) -> None:
-        """Let the GPU finish, and all ranks come. Collective."""
+        """Let the GPU finish, and all ranks come. Collective. Raises CommAborted if the launcher has been killed."""
+        try:
+            os.kill(self._launcher, 0)  # only asks; under mpirun it is not the parent
+        except ProcessLookupError:
+            raise CommAborted(f"rank {self.rank}: the launcher of this benchmark has ended") from None
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.barrier()
@@ -161,7 +166,7 @@ class World:
             return self.host_us(call, sets)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.settle()
-        torch.cuda._sleep(_SLEEP_CYCLES)
+        torch.cuda._sleep(_SLEEP_CYCLES * len(sets))
         begin.record()
         for i in sets:
             call(i)

@@ -19,7 +19,6 @@ import socket
 import stat
 import tempfile
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -212,15 +211,15 @@ def _tcp_store(launch: Launch, timeout_s: float) -> tuple[Store, Closer | None]:
     serves = launch.rank == 0 and not launch.agent_store
     base = _served(host, launch.port, timeout_s) if serves else _dial(host, launch.port, timeout_s, launch.rank)
     store = c10d.PrefixStore(f"commbackend/{launch.job}/{_opened}", base)
-    # The list keeps the server until this group, and every other one that shares it, is closed.
-    return store, None if launch.agent_store else _farewell(store, launch.rank, launch.size, [base].clear)
+    return store, None if launch.agent_store else _farewell(store, launch.rank, launch.size, lambda: None)
 
 
-_servers: weakref.WeakValueDictionary[tuple[str, int], Store] = weakref.WeakValueDictionary()
+# Kept as long as the process: a peer that opens its next group may be faster than the close of the last one here.
+_servers: dict[tuple[str, int], Store] = {}
 
 
 def _served(host: str, port: int, timeout_s: float) -> Store:
-    """Return this process's store at ``host``:``port``, served from now on if it is not yet."""
+    """Return this process's store at ``host``:``port``, served from the first call on."""
     store = _servers.get((host, port))
     if store is None:
         store = _servers[host, port] = _serve(_listen(host, port), timeout_s)

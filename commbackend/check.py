@@ -178,10 +178,9 @@ class _Call:
                     f"{self.plan.op}: rank {program.rank} raises no credit at rank {min(missing)}, "
                     "so that nobody may ever write into this half again"
                 )
-            for lane in order.lanes[program.rank].values():
-                last = order.last[program.rank].get(lane.thread)
-                for event in told.values() if last else ():
-                    if last is not None and not event.after(last):
+            for last in order.last[program.rank].values():
+                for event in told.values():
+                    if not event.after(last):
                         event.fail(f"raises the credit before step {last.step} ({type(last.what).__name__}) has ended")
 
     def _written(self, order: _Order) -> None:
@@ -192,13 +191,17 @@ class _Call:
                     raise PlanError(f"{self.plan.op}: rank {program.rank}: output {b.name!r} is never written")
 
     def _summarise(self, order: _Order) -> None:
+        # Of the credits a lane raises, the first covers the least.
+        first: list[dict[int, _Event]] = [{} for _ in order.credits]
+        for told, least in zip(order.credits, first, strict=True):
+            for event in told.values():
+                least.setdefault(event.thread, event)
         for (owner, name), accesses in order.accesses.items():
             if order.buffers[owner][name].space != "heap":
                 continue
-            done = list(order.credits[owner].values())
             for a in accesses:
                 finishers = 1 << a.event.rank
-                if done and all(event.after(a.event) for event in done):
+                if first[owner] and all(event.after(a.event) for event in first[owner].values()):
                     finishers |= 1 << owner
                 self.finishers[owner].setdefault(finishers, a.event)
                 if a.write:

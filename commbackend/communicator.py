@@ -64,6 +64,7 @@ class Communicator:
         self._busy = threading.Lock()
         self._bound: dict[tuple[Problem, Knobs], tuple[int, Bound, bytes]] = {}
         self._knobs: dict[Problem, Knobs] = {}
+        self._supported: dict[Problem, str | None] = {}
         self._counts: Counter[tuple[str, str, str]] = Counter()
         self.choice: Choice | None = None
         self._engine: Engine | None = None
@@ -119,7 +120,7 @@ class Communicator:
         engine = self._live()
         if not self._busy.acquire(blocking=False):
             raise ConcurrentUse(
-                f"rank {self.rank}: {problem.op} was called while {engine.transport.op} (call {engine.seq}) runs in"
+                f"rank {self.rank}: {problem.op} was called while {engine.transport.op} (call {engine.number}) runs in"
                 " another thread; a communicator has one issue order: use one thread, or a communicator for each"
             )
         try:
@@ -180,7 +181,11 @@ class Communicator:
 
     def supports(self, problem: Problem) -> str | None:
         """None if ``problem`` can be run here, else the reason in one line. Local."""
-        return None if self._engine is None else schedules.supports(problem, self.caps, self.knobs(problem))
+        if self._engine is None:
+            return None
+        if problem not in self._supported:
+            self._supported[problem] = schedules.supports(problem, self.caps, self.knobs(problem))
+        return self._supported[problem]
 
     def reserve(self, rows: int, cols: int, dtype: torch.dtype) -> None:
         """Make room for gathered operands of ``rows`` x ``cols``, so that later calls within it grow nothing.

@@ -318,6 +318,10 @@ class Transport(ABC):
         self._ready()
         return self._record(peer, seq, deadline)
 
+    def peek(self, peer: int, seq: int) -> bytes | None:
+        """``peer``'s record of call ``seq`` if it can be read now, else None. Never waits, never fails the transport."""
+        return None
+
     def _post(self, seq: int, record: bytes) -> None:
         raise Unsupported(f"transport {self.name!r} publishes no records")
 
@@ -370,6 +374,13 @@ class Transport(ABC):
     def _tell(self, fault: CommBackendError) -> None:  # noqa: B027 - peers of a transport without a side channel find out by deadline
         """Hook: tell the peers of ``fault`` without blocking; they ``fail`` with an equal exception.
         ``errors.pack_fault`` is the wire form.
+        """
+
+    def guard(self, tensor: Tensor, stream: int | None) -> None:  # noqa: B027 - a call that raises needs no guard
+        """Enqueue: fill ``tensor`` with NaN (bytes of 0xFF) if the transport has failed by then.
+
+        Stream-ordered transports implement it, since a wait that ends by poison lets the stream go on. Transports whose
+        waits raise leave it as it is.
         """
 
     def close(self, timeout_s: float | None = None) -> None:

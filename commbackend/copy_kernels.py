@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .cuda_driver import Driver
-from .errors import Unavailable
+from .errors import CommBackendError, Unavailable
 
 __all__ = ["KERNELS", "SOURCE", "TIMED_OUT", "Kernels", "Move", "compile_source", "moves"]
 
@@ -180,9 +180,13 @@ class Kernels:
         capability = 10 * driver.attribute("COMPUTE_CAPABILITY_MAJOR") + driver.attribute("COMPUTE_CAPABILITY_MINOR")
         self._driver = driver
         self._module = driver.module(compile_source(driver.nvrtc, capability))
-        self._copy, self._raise, self._wait, self._guard, self._advance, self._multicast = (
-            driver.kernel(self._module, name) for name in KERNELS
-        )
+        try:
+            self._copy, self._raise, self._wait, self._guard, self._advance, self._multicast = (
+                driver.kernel(self._module, name) for name in KERNELS
+            )
+        except CommBackendError:
+            self.close()
+            raise
 
     def copy(
         self, dst: int, dst_pitch: int, src: int, src_pitch: int, row_nbytes: int, rows: int, ctas: int, stream: int

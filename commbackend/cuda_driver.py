@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +145,10 @@ class Driver:
     def make_current(self) -> None:
         self.call("cuCtxSetCurrent", self.context)
 
+    def relax_capture(self) -> None:
+        """Let this thread make calls that would otherwise spoil a CUDA graph that another thread is capturing."""
+        self.call("cuThreadExchangeStreamCaptureMode", self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
     def close(self) -> None:
         """Let the primary context go. Idempotent."""
         if self.context is not None:
@@ -214,7 +219,8 @@ class Driver:
 
     def ipc_handle(self, address: int) -> bytes:
         """64 bytes by which another process opens the allocation that starts at ``address``."""
-        return ctypes.string_at(int(self.call("cuIpcGetMemHandle", address).getPtr()), 64)
+        raw = self.call("cuIpcGetMemHandle", address)  # keeps alive what getPtr points to
+        return ctypes.string_at(int(raw.getPtr()), 64)
 
     def ipc_open(self, handle: bytes) -> int:
         raw = self.api.CUipcMemHandle()
@@ -246,6 +252,16 @@ class Driver:
     def idle(self, stream: int) -> bool:
         """Whether everything enqueued on ``stream`` has completed."""
         return self._done("cuStreamQuery", stream)
+
+    def settle(self, stream: int, timeout_s: float) -> bool:
+        """Wait on the host until ``stream`` is idle. Never on the hot path."""
+        end, pause = time.monotonic() + timeout_s, 20e-6
+        while not self.idle(stream):
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
+        return True
 
     def event(self) -> Any:
         return self.call("cuEventCreate", int(self.api.CUevent_flags.CU_EVENT_DISABLE_TIMING))

@@ -233,18 +233,21 @@ class VmmHeap:
             buffer.room = min(s for s in starts if s > start) - start
 
     def free(self, buffer: MappedBuffer, between: Callable[[], None] = _nothing) -> None:
-        for mapping in self._buffers.pop(buffer, []):
-            self._leave(mapping)
-            for base in self._bases:
-                self._driver.unmap(base + mapping.offset, mapping.nbytes)
+        mappings = self._buffers.pop(buffer, [])
         self._rooms()
+        with ExitStack() as undo:  # one call that fails does not keep the others from being made
+            for mapping in mappings:
+                for base in self._bases:
+                    undo.callback(self._driver.unmap, base + mapping.offset, mapping.nbytes)
+                undo.callback(self._leave, mapping)
 
     def close(self, between: Callable[[], None] = _nothing) -> None:
-        for buffer in list(self._buffers):
-            self.free(buffer)
-        for base in (*self._bases, self._team_base):
-            if base:
-                self._driver.free_reserved(base, self._va)
+        with ExitStack() as undo:
+            for base in (*self._bases, self._team_base):
+                if base:
+                    undo.callback(self._driver.free_reserved, base, self._va)
+            for buffer in list(self._buffers):
+                undo.callback(self.free, buffer)
         self._bases, self._team_base = [], 0
 
     # -- mapping ----------------------------------------------------------------------------------------------------
@@ -425,9 +428,10 @@ class IpcHeap:
             self._driver.free(buffer.bases[self._rank])
 
     def _let_go(self, buffer: MappedBuffer) -> None:
-        for rank, base in enumerate(buffer.bases):
-            if rank != self._rank:
-                self._driver.ipc_close(base)
+        with ExitStack() as undo:
+            for rank, base in enumerate(buffer.bases):
+                if rank != self._rank:
+                    undo.callback(self._driver.ipc_close, base)
 
 
 def agree_on(link: HostLink, number: int, deadline: float, what: str = "bytes") -> None:

@@ -102,5 +102,5 @@ class Prover:
             raise Unavailable("; ".join(bad))
 
     def _settle(self, what: str) -> None:
-        if not self.watch.settle(self.watch.stream, self.patience_s):
+        if not self.driver.settle(self.watch.stream, self.patience_s):
             raise Unavailable(f"{what} has not ended after {self.patience_s:.0f} s")

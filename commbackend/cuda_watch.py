@@ -2,7 +2,7 @@
 
 A stream wait has no deadline of its own. ``Watch`` holds the list of enqueued waits, looks at the slots now and then
 over a stream of its own, and when one is overdue makes the transport fail. Once the transport has failed, for whatever
-reason, it raises the status word and writes poison into every slot here, and into this rank's slots at its peers,
+reason, it raises the status word and writes poison into every slot here, and later into this rank's slots at its peers,
 again and again until the transport is closed (a late put may overwrite poison).
 """
 
@@ -30,8 +30,10 @@ log = logging.getLogger("commbackend")
 #: Bytes of the page of poison that slots are overwritten from, and of the page slots are read into.
 POISON_NBYTES = 65536
 _STATUS_FAULT = 3
+# How long a peer has to poison its own slots before this rank does it from here.
+_GRACE_S = 1.0
 _REPOISON_S = 0.05
-_ANSWER_S = 0.5
+_ANSWER_S, _PROVE_S = 0.5, 0.5
 # Streams share hardware queues; if one is stuck behind a wait, another stream may be on a free one.
 _MOST_STREAMS = 32
 
@@ -63,13 +65,14 @@ class Watch:
     """The watch of one transport. ``start`` begins the thread; ``stop`` ends it and frees what it holds.
 
     Args:
-        status: Address of the device word that is not 0 after a fault.
+        statuses: Address here of every rank's device word that is not 0 after a fault.
         poison: Address of POISON_NBYTES bytes of device memory that this object fills with poison.
     """
 
-    def __init__(self, owner: _Owner, driver: Driver, status: int, poison: int, period_s: float) -> None:
+    def __init__(self, owner: _Owner, driver: Driver, statuses: list[int], poison: int, period_s: float) -> None:
         self._owner, self._rank, self._driver = weakref.ref(owner), owner.rank, driver
-        self._status, self._poison_page, self._period_s = status, poison, period_s
+        self._statuses, self._poison_page, self._period_s = statuses, poison, period_s
+        self._failed_at = 0.0
         #: Tables by the index their tags carry.
         self.tables: dict[int, DeviceSlots] = {}
         self.pending: deque[PendingWait] = deque()
@@ -98,23 +101,28 @@ class Watch:
             self._words[i] = POISON
         stream = self._streams[0]
         self._driver.copy(self._poison_page, self._page, POISON_NBYTES, stream)
-        self._driver.write_value(self._status, 0, stream)
-        if not self.settle(stream, 10.0):
+        self._driver.write_value(self._statuses[self._rank], 0, stream)
+        if not self._driver.settle(stream, 10.0):
             raise CommAborted(f"rank {self._rank}: the device does not finish a copy of {POISON_NBYTES} bytes in 10 s")
 
     def prove(self) -> bool:
         """Whether a store gets past a stream that is held by a stream wait: not so where all streams share one hardware
         queue (CUDA_DEVICE_MAX_CONNECTIONS=1). The wait is for a word in host memory, so this always ends.
         """
-        held = self._driver.stream()
-        self._host_word.value = 0
+        held, word = self._driver.stream(), self._host_word
+        word.value = 0
+        # A timer lets it go, in case enqueueing itself blocks (CUDA_LAUNCH_BLOCKING=1).
+        timer = threading.Timer(_PROVE_S, lambda: setattr(word, "value", 1))
+        timer.start()
         try:
-            self._driver.wait_value(ctypes.addressof(self._host_word), 1, held)
-            self._driver.write_value(self._status, 0, self._streams[0])
-            return self.settle(self._streams[0], 1.0)
+            self._driver.wait_value(ctypes.addressof(word), 1, held)
+            self._driver.write_value(self._statuses[self._rank], 0, self._streams[0])
+            return self._driver.settle(self._streams[0], _PROVE_S) and word.value == 0
         finally:
-            self._host_word.value = 1
-            self.settle(held, 10.0)
+            timer.cancel()
+            timer.join()
+            word.value = 1
+            self._driver.settle(held, 10.0)
             self._driver.stream_destroy(held)
 
     # -- use from outside -------------------------------------------------------------------------------------------
@@ -123,16 +131,6 @@ class Watch:
         """A stream that nothing of the caller's runs on, for set-up work. Let it settle."""
         return self._streams[0]
 
-    def settle(self, stream: int, timeout_s: float) -> bool:
-        """Wait on the host until ``stream`` is idle. Never on the hot path."""
-        end, pause = time.monotonic() + timeout_s, 20e-6
-        while not self._driver.idle(stream):
-            if time.monotonic() > end:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, 2e-3)
-        return True
-
     def read_bytes(self, address: int, nbytes: int) -> bytes:
         """Present bytes of device memory. Raises CommTimeout if the device does not answer."""
         out = b""
@@ -140,7 +138,7 @@ class Watch:
             for start in range(0, nbytes, POISON_NBYTES):
                 some, stream = min(POISON_NBYTES, nbytes - start), self._streams[-1]
                 self._driver.copy(self._page, address + start, some, stream)
-                if not self.settle(stream, _ANSWER_S):
+                if not self._driver.settle(stream, _ANSWER_S):
                     raise CommTimeout(f"rank {self._rank}: the device did not read {some} bytes in {_ANSWER_S} s")
                 out += ctypes.string_at(self._page, some)
         return out
@@ -164,19 +162,22 @@ class Watch:
             self._thread.join(10.0)
         if not self._thread.is_alive():
             while self._streams:
+                self._driver.settle(self._streams[-1], _ANSWER_S)
                 self._driver.stream_destroy(self._streams.pop())
             if self._page:
                 page, self._page = self._page, 0
+                self._report = (ctypes.c_int64 * REPORT_WORDS)(*self._report)  # it is still looked at after close
                 self._driver.host_free(page)
 
     # -- the thread -------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         try:
             self._driver.make_current()
+            self._driver.relax_capture()
         except CommBackendError as e:
             self._fail(e)
             return
-        while not self._stopping:
+        while True:
             self._bell.wait(self._nap_s())
             self._bell.clear()
             owner = self._owner()
@@ -265,13 +266,19 @@ class Watch:
         if not self._driver.idle(stream) and len(self._streams) < _MOST_STREAMS:
             stream = self._driver.stream()
             self._streams.append(stream)
-        self._driver.write_value(self._status, _STATUS_FAULT, stream)
+        now = time.monotonic()
+        self._failed_at = self._failed_at or now
+        self._driver.write_value(self._statuses[self._rank], _STATUS_FAULT, stream)
         for table in list(self.tables.values()):
             self._overwrite(table.local, table.nbytes, stream)
-            for peer, address in enumerate(table.raise_at):
-                if peer != table.rank:
-                    self._overwrite(address, 8 * table.words, stream)
-        self.settle(stream, _ANSWER_S)
+        # A peer that knows of the fault has poisoned itself by now: in this order, so that nobody's stream goes on
+        # before its transport has failed. Only who is stuck behind its own waits needs what follows.
+        for peer, status in enumerate(self._statuses if now - self._failed_at > _GRACE_S else ()):
+            if peer != self._rank:
+                self._driver.write_value(status, _STATUS_FAULT, stream)
+                for table in list(self.tables.values()):
+                    self._overwrite(table.raise_at[peer], 8 * table.words, stream)
+        self._driver.settle(stream, _ANSWER_S)
 
     def _overwrite(self, address: int, nbytes: int, stream: int) -> None:
         for start in range(0, nbytes, POISON_NBYTES):

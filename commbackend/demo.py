@@ -132,7 +132,8 @@ class _Demo:
     def _arguments(self, run: Run) -> list[str]:
         device = "cpu" if run.transport in ("gloo", "shm") else self.device
         found = ["--device", device, "--seed", str(self.options.seed)]
-        found += ["--threads", str(max(1, self.cores // run.ranks))]
+        # As many threads a process in every run, so that their speeds compare.
+        found += ["--threads", str(max(1, self.cores // self.options.ranks))]
         return found + (["--share-gpu"] if self.options.share_gpu else [])
 
     def _extra(self, steps: int) -> list[Run]:
@@ -179,7 +180,7 @@ class _Demo:
                 self.report.check(f"{name}: runs to its end", False, _last_words(result))
                 continue
             pairs = list(zip(losses, reference, strict=False))
-            gap = max(abs(a - b) / abs(b) for a, b in pairs)
+            gap = max((abs(a - b) / abs(b) for a, b in pairs), default=float("nan"))
             start = result.of("start")[0]
             row = {
                 "run": name,

@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["Progress", "show"]
 
-_PLAIN_EVERY_S = 3.0
+_PLAIN_EVERY_S = 5.0
 
 
 class Progress:

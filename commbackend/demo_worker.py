@@ -24,6 +24,7 @@ from torch.nn import functional
 import commbackend
 
 from .communicator import Communicator
+from .config import launcher
 from .demo_model import LanguageModel, ModelConfig, batch
 from .demo_parallel import parallelize
 from .errors import CommBackendError
@@ -42,11 +43,18 @@ WARMUP_STEPS = 10
 def main(argv: Sequence[str] | None = None) -> int:
     """Train for some steps and log them. Returns the exit status."""
     options = _parser().parse_args(argv)
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        # One GPU a rank; with --share-gpu several ranks meet on one.
+        device = torch.device("cuda", max(launcher().local_rank, 0) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     if options.single:
-        return _Worker(options, None).run()
-    overrides = {} if options.transport == "auto" else {"transport": options.transport}
-    comm = commbackend.init(device=options.device, **overrides)
-    return _Worker(options, comm).run()
+        return _Worker(options, device, None).run()
+    overrides: dict[str, Any] = {} if options.transport == "auto" else {"transport": options.transport}
+    if options.share_gpu:
+        overrides["allow_shared_device"] = True
+    comm = commbackend.init(device=device, **overrides)
+    return _Worker(options, device, comm).run()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--single", action="store_true", help="the whole model in this process, without commbackend")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--share-gpu", action="store_true", help="let several ranks use one GPU")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of this rank")
@@ -65,11 +74,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Worker:
-    def __init__(self, options: argparse.Namespace, comm: Communicator | None) -> None:
+    def __init__(self, options: argparse.Namespace, device: torch.device, comm: Communicator | None) -> None:
         torch.set_num_threads(options.threads)
         self.options, self.comm = options, comm
         self.rank, self.size = (comm.rank, comm.size) if comm else (0, 1)
-        self.device = torch.device(options.device)
+        self.device = device
         self._log = open(f"{options.log}-rank{self.rank}.jsonl", "w", encoding="utf-8")  # noqa: SIM115 - closed in run()
 
     def log(self, event: str, **values: Any) -> None:

@@ -75,7 +75,11 @@ def _probe_all(kind: str) -> dict[str, dict[str, Any]]:
     has_cuda = torch.cuda.is_available()
     for name in registry.names(kind):
         entry = registry.entry(kind, name)
-        types = ["cpu", "cuda"] if entry.device == "any" and has_cuda else ["cpu" if entry.device == "any" else entry.device]
+        types = (
+            ["cpu", "cuda"]
+            if entry.device == "any" and has_cuda
+            else ["cpu" if entry.device == "any" else entry.device]
+        )
         row: dict[str, Any] = {"device": entry.device, "usable": False, "reason": "", "hint": ""}
         try:
             cls: Any = registry.transport(name) if kind == "transport" else registry.gemm(name)

@@ -7,6 +7,7 @@ one call. Binding is one ``match`` over the step kinds.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "Engine", "mismatch_text"]
 
+#: How long a rank that has found a disagreement looks for what the other ranks called.
+_LOOK_S = 0.2
 #: More lanes than any plan has.
 _NO_STREAMS: tuple[None, ...] = (None,) * 16
 
@@ -36,10 +39,12 @@ _NO_STREAMS: tuple[None, ...] = (None,) * 16
 class Call:
     """One execution of a bound program: what its steps need to know."""
 
-    __slots__ = ("_engine", "checked", "deadline", "half", "record", "seq", "streams", "tensors")
+    __slots__ = ("_engine", "checked", "deadline", "half", "number", "record", "seq", "streams", "tensors")
 
     def __init__(self, engine: Engine, seq: int, deadline: float, record: bytes, tensors: Mapping[str, Tensor]) -> None:
         self._engine, self.seq, self.half, self.deadline = engine, seq, seq % 2, deadline
+        #: Number of this call among all that publish a record; ``seq`` counts only those that use the heap.
+        self.number = engine.number
         self.record, self.tensors = record, tensors
         self.checked: set[int] = set()
         #: One a lane: a cudaStream_t, or None where lanes are threads.
@@ -47,7 +52,7 @@ class Call:
 
     def check(self, peer: int) -> None:
         """Compare ``peer``'s record of this call with ours, once. Raises CollectiveMismatch."""
-        if peer not in self.checked:
+        if peer not in self.checked and not self._engine.deferred:
             self._engine.agree(self, peer)
             self.checked.add(peer)
 
@@ -78,6 +83,8 @@ class Engine:
         self._heap: SymBuffer | None = None
         self._scratch: Tensor | None = None
         self._kernels: dict[GemmProblem, GemmKernel] = {}
+        #: Whether calls are enqueued on streams, so that the host must not wait for peers within one.
+        self.deferred = transport.caps.stream_ordered
         self._lanes: HostLanes | StreamLanes
         if transport.caps.stream_ordered:
             from .streams import StreamLanes
@@ -87,7 +94,10 @@ class Engine:
             self._lanes = HostLanes(name)
         #: Bytes of one half of the heap, and how often it has grown.
         self.half_nbytes, self.generation = 0, 0
-        self.seq = 0
+        # Calls that run a program, and calls that publish a record (barriers too): only the first raise credits.
+        self.seq, self.number = 0, 0
+        # Calls on streams whose records have not been compared with the peers' yet.
+        self._unchecked: deque[Call] = deque()
         self.recorder: Recorder | None = None
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -123,12 +133,19 @@ class Engine:
 
     # -- running -------------------------------------------------------------------------------------------------------
     def run(self, bound: Bound, tensors: Mapping[str, Tensor], record: bytes, timeout_s: float) -> None:
-        """Execute one call. The record was posted under ``self.seq`` by ``enter``."""
+        """Execute one call, whose record ``enter`` has published."""
+        self.seq += 1
         call = Call(self, self.seq, time.monotonic() + timeout_s, record, tensors)
         try:
             with torch.no_grad():
                 self._lanes.run(bound.steps, bound.lanes, call, self.recorder)
-            self._check_all(call)
+            if self.deferred:
+                for name in bound.outputs:
+                    self.transport.guard(tensors[name], call.streams[0])
+                call.tensors = {}
+                self._unchecked.append(call)
+            else:
+                self._check_all(call)
         except BaseException as e:
             # Whatever went wrong here (a user's KeyboardInterrupt too), the peers must not wait for the rest of the
             # call.
@@ -136,12 +153,17 @@ class Engine:
             raise
 
     def enter(self, op: str, record: bytes) -> int:
-        """Begin the next call: give it its number and publish its record. Returns the number."""
-        self.seq += 1
-        self.transport.op, self.transport.seq = op, self.seq
+        """Begin the next call: give it its number and publish its record. Returns the number.
+
+        On streams the records of a call are compared when the call after the next begins: the host may run ahead of its
+        peers' hosts by two calls, and a disagreement surfaces there.
+        """
+        self.settle(1)
+        self.number += 1
+        self.transport.op, self.transport.seq = op, self.number
         if self.size > 1:
-            self.transport.post(self.seq, record)
-        return self.seq
+            self.transport.post(self.number, record)
+        return self.number
 
     def agree_all(self, record: bytes, timeout_s: float) -> None:
         """Compare every peer's record of the present call with ours, before a step that all must take together."""
@@ -151,26 +173,38 @@ class Engine:
             self.fail(e)
             raise
 
+    def settle(self, keep: int = 0) -> None:
+        """Compare the records of all calls but the last ``keep`` that were not compared yet. Waits for the peers."""
+        while len(self._unchecked) > keep:
+            call = self._unchecked.popleft()
+            # The host may have been busy elsewhere for long: what counts is how long it waits here.
+            call.deadline = time.monotonic() + self.transport.timeout_s
+            try:
+                self._check_all(call)
+            except BaseException as e:
+                self.fail(e)
+                raise
+
     def _check_all(self, call: Call) -> None:
         for peer in range(self.size):
-            if peer != self.rank:
-                call.check(peer)
+            if peer != self.rank and peer not in call.checked:
+                self.agree(call, peer)
+                call.checked.add(peer)
 
     def agree(self, call: Call, peer: int) -> None:
         """Raise CollectiveMismatch, on all ranks, if ``peer``'s record of ``call`` differs from ours."""
-        theirs = self.transport.record(peer, call.seq, call.deadline)
+        theirs = self.transport.record(peer, call.number, call.deadline)
         if theirs == call.record:
             return
-        # Who else says what: wait only shortly for the others, the verdict is already certain.
+        # The verdict is certain; a short look at the others tells who is the odd one.
         said = {self.rank: call.record, peer: theirs}
-        soon = min(call.deadline, time.monotonic() + 1.0)
-        for other in range(self.size):
-            if other not in said:
-                try:
-                    said[other] = self.transport.record(other, call.seq, soon)
-                except CommBackendError:
-                    break
-        raise CollectiveMismatch(mismatch_text(call.seq, said))
+        soon = min(call.deadline, time.monotonic() + _LOOK_S)
+        while len(said) < self.size and time.monotonic() < soon:
+            for other in range(self.size):
+                if other not in said and (record := self.transport.peek(other, call.number)) is not None:
+                    said[other] = record
+            time.sleep(1e-3)
+        raise CollectiveMismatch(mismatch_text(call.number, said))
 
     def fail(self, error: BaseException) -> None:
         """Make ``error`` the communicator's fault (the first one stays) and tell the peers."""
@@ -182,6 +216,8 @@ class Engine:
     def close(self, *, healthy: bool) -> None:
         """Give back heap and slots (collective when healthy) and end the worker threads."""
         self._lanes.close()
+        if not healthy:
+            self._unchecked.clear()
         if self._heap is not None:
             self._heap.close()
         if self._slots is not None:

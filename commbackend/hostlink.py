@@ -8,9 +8,11 @@ sockets and is not.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import select
@@ -27,6 +29,8 @@ from .contract import Rendezvous
 from .errors import FAULT_NBYTES, CommAborted, CommBackendError, CommTimeout, PeerDied, Unavailable, unpack_fault
 
 __all__ = ["PARCEL_FDS", "PARCEL_NBYTES", "HostLink"]
+
+log = logging.getLogger("commbackend")
 
 #: Longest payload and most descriptors of one ``exchange_fds``.
 PARCEL_NBYTES, PARCEL_FDS = 32768, 64
@@ -69,7 +73,7 @@ class HostLink:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for sock in (self._bell, self._ear, self._listener):
             sock.setblocking(False)
-        self._selector.register(self._ear, selectors.EVENT_READ, self._wake)
+        self._selector.register(self._ear.fileno(), selectors.EVENT_READ, self._wake)
         self._watcher = threading.Thread(target=self._watch, name=f"commbackend-link-{self.rank}", daemon=True)
         _LINKS.add(self)
 
@@ -111,7 +115,7 @@ class HostLink:
             self._listener.listen(max(self.size, 16))
         except OSError as e:
             return f"bind of an abstract Unix socket: {e}"
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._listener.fileno(), selectors.EVENT_READ, self._accept)
         self._watcher.start()
         return ""
 
@@ -159,7 +163,7 @@ class HostLink:
             sock.close()
             return
         self._strangers.append(sock)
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._greet(sock))
+        self._selector.register(sock.fileno(), selectors.EVENT_READ, lambda: self._greet(sock))
         if len(self._strangers) > _PENDING:
             self._forget(self._strangers.popleft())
 
@@ -175,7 +179,7 @@ class HostLink:
         if not known or not hmac.compare_digest(raw, self._hello(peer, self.rank, self._name)):
             self._forget(sock)
             return
-        self._selector.unregister(sock)
+        self._selector.unregister(sock.fileno())
         self._register(peer, sock, _credentials(sock)[0])
         try:
             sock.send(self._hello(self.rank, peer, self._name))
@@ -183,7 +187,7 @@ class HostLink:
             self._lose(peer)
 
     def _forget(self, sock: socket.socket) -> None:
-        self._selector.unregister(sock)
+        self._selector.unregister(sock.fileno())
         sock.close()
 
     def _adopt(self, peer: int, sock: socket.socket, pid: int) -> None:
@@ -195,7 +199,7 @@ class HostLink:
     def _register(self, peer: int, sock: socket.socket, pid: int) -> None:
         with self._news:
             self._peers[peer] = sock
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._hear(peer))
+        self._selector.register(sock.fileno(), selectors.EVENT_READ, lambda: self._hear(peer))
         try:
             # A child forked by the peer may hold its sockets open after it died; a pidfd is not fooled.
             self._pidfds[peer] = os.pidfd_open(pid) if pid else -1
@@ -223,30 +227,33 @@ class HostLink:
             self._todo.popleft()()
 
     def _watch(self) -> None:
-        while not self._ending:
-            for key, _ in self._selector.select(1.0):
-                # An earlier event of this round may have closed the link, or dropped this connection.
-                if not self._ending and key.fileobj in self._selector.get_map():
-                    key.data()
+        try:
+            while not self._ending:
+                for key, _ in self._selector.select(1.0):
+                    # An earlier event of this round may have closed the link, or dropped this connection.
+                    if not self._ending and self._selector.get_map().get(key.fd) is key:
+                        key.data()
+        except Exception as e:  # a link that does not watch any more must not look alive
+            log.exception("commbackend: the host link of rank %d failed", self.rank)
+            fault = CommAborted(f"the host link of rank {self.rank} failed: {e!r}", rank=self.rank)
+            self.interrupt(fault)
+            self._report(self.rank, fault)
 
     def _hear(self, peer: int) -> None:
         """Read every frame that ``peer`` has sent."""
         while peer not in self._gone:
             try:
-                raw, fds, flags, _ = socket.recv_fds(
-                    self._peers[peer], _FRAME.size + PARCEL_NBYTES + 1, PARCEL_FDS, socket.MSG_CMSG_CLOEXEC
-                )
+                raw, fds, truncated = _receive(self._peers[peer])
             except BlockingIOError:
                 return
             except ConnectionResetError:
                 continue  # it closed with something of ours unread; its own last frames come next
             except OSError:
-                raw, fds, flags = b"", [], 0
+                raw, fds, truncated = b"", [], False
             if not raw:
                 self._leave(peer, "died")
-            elif not self._take(peer, raw, fds, bool(flags & socket.MSG_CTRUNC)):
-                for fd in fds:
-                    os.close(fd)
+            elif not self._take(peer, raw, fds, truncated):
+                _close_all(fds)
                 self._leave(peer, "broke the protocol")
 
     def _take(self, peer: int, raw: bytes, fds: list[int], truncated: bool) -> bool:
@@ -283,7 +290,7 @@ class HostLink:
         with self._news:
             self._gone[peer] = how
             self._news.notify_all()
-        self._selector.unregister(self._peers[peer])
+        self._selector.unregister(self._peers[peer].fileno())
         if self._pidfds.get(peer, -1) >= 0:
             self._selector.unregister(self._pidfds[peer])
         if self._closed:
@@ -379,6 +386,9 @@ class HostLink:
                 poll.register(sock, select.POLLOUT)
                 poll.poll(min(left, 0.1) * 1000)
             except (BrokenPipeError, ConnectionResetError) as e:
+                with self._news:  # the watch thread is about to learn whether it died or left
+                    self._news.wait_for(lambda: peer in self._gone, 1.0)
+                    self._check([peer])
                 raise PeerDied(f"rank {peer} died: rank {self.rank} cannot reach it any more", rank=peer) from e
 
     def _check(self, needed: Sequence[int]) -> None:
@@ -469,6 +479,17 @@ def _credentials(sock: socket.socket) -> tuple[int, int]:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int], bool]:
+    """One frame, its descriptors, and whether some of these are lost. (socket.recv_fds drops its flags.)"""
+    fds = array.array("i")
+    room = socket.CMSG_SPACE(PARCEL_FDS * fds.itemsize)
+    raw, parts, flags, _ = sock.recvmsg(_FRAME.size + PARCEL_NBYTES + 1, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in parts:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return raw, list(fds), bool(flags & socket.MSG_CTRUNC)
 
 
 def _close_all(fds: Sequence[int]) -> None:

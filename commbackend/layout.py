@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,7 +34,8 @@ class Cut:
     rows: tuple[int, ...]
 
 
-def cut(lead: Sequence[int], dim: int, counts: Sequence[int], rank: int) -> Cut:
+@functools.lru_cache(maxsize=4096)
+def cut(lead: tuple[int, ...], dim: int, counts: tuple[int, ...], rank: int) -> Cut:
     """Spread leading shape ``lead`` along ``dim``, ``counts[r]`` indices to rank r; what ``lead`` says at ``dim`` is
     ignored.
     """
@@ -76,18 +77,13 @@ def empty(shape: Sequence[int], like: Tensor, *, features_first: bool = False) -
 
     Never an inference tensor: worker threads, which are not in inference mode, must be able to write it.
     """
-    shape = tuple(shape)
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    if features_first:
-        strides = [math.prod(shape[i + 1 : -1]) for i in range(len(shape) - 1)] + [math.prod(shape[:-1])]
-    with _outside_inference():
-        return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
-
-
-def _outside_inference() -> AbstractContextManager[Any]:
     if torch.is_inference_mode_enabled():
-        return torch.inference_mode(False)  # type: ignore[no-untyped-call]
-    return nullcontext()
+        with torch.inference_mode(False):  # type: ignore[no-untyped-call]
+            return empty(shape, like, features_first=features_first)
+    if not features_first:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    strides = [math.prod(shape[i + 1 : -1]) for i in range(len(shape) - 1)] + [math.prod(shape[:-1])]
+    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
 
 
 def dimension(op: str, x: Tensor, dim: int) -> int:

@@ -61,9 +61,11 @@ def mark(parameter: nn.Parameter | None, partition_dim: int, sequence_parallel: 
 class ParallelModule(nn.Module):
     """What all modules here offer: their communicator, and loading from full weights."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self._shared = _Shared(resolve_communicator(group))
+        # On the meta device a module is made for some other one, as it is without a device.
+        where = torch.device(device) if device is not None else None
+        self._shared = _Shared(resolve_communicator(group, device=where if where and where.type != "meta" else None))
 
     @property
     def comm(self) -> Communicator:
@@ -94,7 +96,7 @@ class _ParallelLinear(Marked, ParallelModule):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        super().__init__(group)
+        super().__init__(group, device)
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel, self.wgrad = sequence_parallel, wgrad
         size = self.comm.size

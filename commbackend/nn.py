@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from . import ops
-from .errors import ShapeError
+from .errors import ConfigError, ShapeError
 from .gradients import WgradSink
 from .linear import (
     ColumnParallelLinear,
@@ -90,7 +90,7 @@ class GatedMLP(ParallelModule):
         hidden, intermediate: Sizes of the full block; intermediate must divide by the group's size.
         dim: The sequence dimension that is gathered and scattered with ``sequence_parallel``.
         norm: Whether the block normalises its input.
-        linear: Further options of the linear layers: ``save``, ``wgrad`` are for the column layers and all layers.
+        save, wgrad: As of the linear layers.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class GatedMLP(ParallelModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group)
+        super().__init__(group, device)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         common = {"group": self.comm, "sequence_parallel": sequence_parallel, "wgrad": wgrad, **factory}
         self.activation = activation
@@ -159,7 +159,7 @@ class Attention(ParallelModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group)
+        super().__init__(group, device)
         kv_heads = heads if kv_heads is None else kv_heads
         if heads % self.comm.size or kv_heads % self.comm.size or heads % kv_heads:
             raise ShapeError(f"Attention: {heads} heads and {kv_heads} key/value heads over {self.comm.size} ranks")
@@ -211,7 +211,7 @@ class TransformerBlock(ParallelModule):
         causal: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(group)
+        super().__init__(group, options.get("device"))
         attention: dict[str, Any] = {"head_dim": head_dim, "rope_base": rope_base, "causal": causal}
         self.attention = Attention(hidden, heads, kv_heads, group=self.comm, **attention, **options)
         self.mlp = GatedMLP(hidden, intermediate, group=self.comm, **options)
@@ -240,9 +240,28 @@ def reduce_replicated_grads(module: nn.Module, group: Any = None) -> None:
 
     Call it after backward, once for all accumulated micro-batches. It reads ``main_grad`` where a parameter has one,
     else ``grad``; a parameter without either takes no part, which must be so on all ranks.
+
+    Args:
+        group: The tensor-parallel group; default: that of the parallel layers in ``module``.
+
+    Raises:
+        ConfigError: The layers in ``module`` belong to several groups, or there are none: pass ``group``.
     """
-    found = [getattr(p, "main_grad", p.grad) for p in module.parameters() if getattr(p, "sequence_parallel", False)]
-    grads = [g for g in found if g is not None]
+    grads = []
+    for p in module.parameters():
+        main = getattr(p, "main_grad", None)
+        grad = p.grad if main is None else main
+        if getattr(p, "sequence_parallel", False) and grad is not None:
+            grads.append(grad)
+    if not grads:
+        return
+    if group is None:
+        groups = {id(m.comm): m.comm for m in module.modules() if isinstance(m, ParallelModule)}
+        if len(groups) != 1:
+            raise ConfigError(
+                f"reduce_replicated_grads: the module's layers belong to {len(groups)} groups: pass group="
+            )
+        (group,) = groups.values()
     for dtype in sorted({g.dtype for g in grads}, key=str):
         same = [g for g in grads if g.dtype == dtype]
         total = ops.all_reduce(torch.cat([g.reshape(-1) for g in same]), group)

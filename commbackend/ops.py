@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 _PRODUCTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_USUAL = (Tensor, torch.nn.Parameter)
 Bias = Tensor | Sequence[Tensor | None] | None
 
 
@@ -335,7 +336,7 @@ def _operands(
             _tensor(op, comm, f"bias {i}", b)
             if b.shape != w.shape[:1]:
                 raise ShapeError(f"{op}: bias {i} has shape {tuple(b.shape)}, weight {i} has {w.shape[0]} out features")
-        if wgrad == "main_grad" and w.requires_grad:
+        if wgrad == "main_grad" and w.requires_grad and torch.is_grad_enabled():
             main_grad(op, w)
     if x.dim() == 0:
         raise ShapeError(f"{op}: x is a scalar: 1 or more dimensions are needed")
@@ -376,6 +377,13 @@ def _summable(op: str, comm: Communicator, x: Tensor) -> None:
 
 def _tensor(op: str, comm: Communicator, what: str, t: Any) -> None:
     """Refuse what is not a dense tensor on the communicator's device."""
+    if (
+        type(t) in _USUAL
+        and t.device == comm.device
+        and t.layout is torch.strided
+        and not (t.is_quantized or t.is_nested)
+    ):
+        return
     if not isinstance(t, Tensor):
         raise ShapeError(f"{op}: {what} is {type(t).__name__}: a torch.Tensor is needed")
     if hasattr(t, "to_local"):

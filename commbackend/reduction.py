@@ -36,7 +36,7 @@ def reduce_into(dst: Tensor, srcs: Sequence[Tensor], bias: Tensor | None = None)
     if wide is None:
         _add_in_place(dst, srcs, bias)
         return
-    if dst.dim() < 2 or dst.numel() <= _BLOCK:
+    if dst.dim() < 2 or dst.numel() <= _BLOCK or not dst.is_cpu:
         dst.copy_(_add_wide(srcs, bias, wide))
         return
     step = max(1, _BLOCK // max(1, dst[0].numel()))

@@ -150,6 +150,8 @@ class Graph:
     """Captured work: per stream, in its order."""
 
     ops: list[Op] = field(default_factory=list)
+    thread: int = field(default_factory=threading.get_ident)
+    spoilt: str = ""
 
 
 class StreamMachine:
@@ -174,7 +176,7 @@ class StreamMachine:
 
     def enqueue(self, op: Op) -> None:
         with self.news:
-            if self.capturing is not None:
+            if self.capturing is not None and self.capturing.thread == threading.get_ident():
                 self.capturing.ops.append(op)
                 return
             self.queues[self.queue_of[op.stream]].append(op)
@@ -276,7 +278,7 @@ class FakeCuda:
     CUDA_MEMCPY2D = CUmemAllocationProp = CUmemAccessDesc = CUmulticastObjectProp = _Struct
     CUipcMemHandle = _IpcHandle
     CUdevice_attribute = CUmemLocationType = CUmemAllocationType = CUmemAccess_flags = CUmemorytype = _Names()
-    CUmemAllocationGranularity_flags = CUmulticastGranularity_flags = _Names()
+    CUmemAllocationGranularity_flags = CUmulticastGranularity_flags = CUstreamCaptureMode = _Names()
     CUmemAllocationHandleType = SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1, CU_MEM_HANDLE_TYPE_FABRIC=8)
     CUstreamWaitValue_flags = SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0)
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
@@ -343,6 +345,7 @@ class FakeCuda:
             work()
         finally:
             self.machine.capturing = None
+        assert not graph.spoilt, f"{graph.spoilt} spoilt the capture"
         return graph
 
     def _gpu(self, ordinal: int) -> Gpu:
@@ -564,7 +567,18 @@ class FakeCuda:
         self._streams.remove(stream)
         return ()
 
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        self._current.relaxed = mode == "CU_STREAM_CAPTURE_MODE_RELAXED"
+        return mode
+
+    def _unsafe(self, name: str) -> None:
+        """A call that spoils a capture, made by whichever thread, unless that thread has relaxed its mode."""
+        graph = self.machine.capturing
+        if graph is not None and not getattr(self._current, "relaxed", False):
+            graph.spoilt = name
+
     def cuStreamQuery(self, stream: int) -> Any:
+        self._unsafe("cuStreamQuery")
         return CUresult.CUDA_ERROR_NOT_READY if self.machine.busy(stream) else ()
 
     def cuEventCreate(self, flags: int) -> Any:
@@ -577,6 +591,7 @@ class FakeCuda:
         return ()
 
     def cuEventQuery(self, event: _Event) -> Any:
+        self._unsafe("cuEventQuery")
         return () if event.record is None or event.record.done else CUresult.CUDA_ERROR_NOT_READY
 
     def cuEventDestroy(self, event: _Event) -> Any:
@@ -650,7 +665,7 @@ class FakeCuda:
     def cuLaunchKernel(self, name: str, *launch: Any) -> Any:
         grid, block, stream, pointers = launch[0], launch[3], launch[7], launch[8]
         addresses = (ctypes.c_void_p * _ARITY[name]).from_address(pointers)
-        args = [ctypes.c_uint64.from_address(a or 0).value for a in addresses]
+        args = [ctypes.c_int64.from_address(a or 0).value for a in addresses]
         if not (0 < grid < 1 << 31 and 0 < block <= 1024):
             return INVALID
         self._add(name, stream, getattr(self, f"_{name}")(*args), kernel=True)

@@ -22,12 +22,12 @@ def _body(rank: int, group: Any, fn: Callable[..., Any], settings: dict[str, Any
         return fn(comm, *args)
 
 
-def spmd(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+def spmd(fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """``fn(comm, *args)`` on ``size`` ranks that are threads, over the local transport. Results by rank.
 
     Chunks and a copy lane even for these small tensors: worker threads move data while products run, as in earnest.
     """
-    return run_threads(_body, size, fn, {"transport": "local", "chunks": 2, "lanes": 1}, args, timeout_s=60.0)
+    return run_threads(_body, size, fn, {"transport": "local", "chunks": 2, "lanes": 1}, args, timeout_s=timeout_s)
 
 
 def spmd_processes(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from commbackend import bench, bench_report
 from commbackend.bench_cases import _relative
 from commbackend.bench_names import GEMM, MEMCPY, MOVE, MPI, NEW, OURS, SEQUENCE, widths
 from commbackend.bench_world import Candidate, Rounds, SpinBarrier, World
-from commbackend.errors import CommBackendError, CommTimeout, ConfigError
+from commbackend.errors import CommAborted, CommBackendError, CommTimeout, ConfigError
 
 TINY = ["--seconds", "0.02", "--least", "2", "--most", "3", "--warmup", "1", "--timeout-s", "60"]
 
@@ -191,11 +194,11 @@ def test_host_and_memory_columns() -> None:
 
 def test_compare_marks_only_what_ranges_tell_apart() -> None:
     old = report("collectives", [gather(200.0, gloo=1000.0)])
-    new = report("collectives", [gather(100.0, gloo=1100.0), gather() | {"shard_nbytes": 4096}])
+    new = report("collectives", [gather(100.0, **{"gloo": 1100.0, MPI: 180.5}), gather() | {"shard_nbytes": 4096}])
     new["machine"]["cpu"] = "slide rule"
     table = bench_report.compare(new, old)
     assert len(table.rows) == 1
-    assert row(table)[OURS] == "0.50 faster" and row(table)["gloo"] == "1.10" and row(table)[MPI] == "1.00"
+    assert row(table)[OURS] == "0.50 faster" and row(table)["gloo"] == "1.10" and row(table)[MPI] == "0.95"
     notes = "\n".join(table.notes)
     assert "1 cases are new" in notes and "then abacus" in notes and "now slide rule" in notes
     assert row(bench_report.compare(old, new))[OURS] == "2.00 slower"
@@ -231,8 +234,10 @@ def test_barrier_names_who_is_late(tmp_path: Path) -> None:
     words = tmp_path / "barrier"
     words.write_bytes(bytes(3 * 128))
     SpinBarrier(str(words), 1, 3, 5.0)._words[1] = 1
+    start = time.monotonic()
     with pytest.raises(CommTimeout, match=r"ranks \[2\]"):
         SpinBarrier(str(words), 0, 3, 0.05)()
+    assert 0.05 <= time.monotonic() - start < 5.0
 
 
 @pytest.fixture
@@ -241,7 +246,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     spec: dict[str, Any] = {name: str(tmp_path / name) for name in ("store", "barrier", "out")}
     Path(spec["barrier"]).write_bytes(bytes(128))
     options = {"timeout_s": 20.0, "threads": torch.get_num_threads(), "device": "cpu", "transport": "shm"}
-    made = World({**spec, "ranks": 1, "options": options}, rank=0)
+    made = World({**spec, "ranks": 1, "launcher": os.getpid(), "options": options}, rank=0)
     yield made
     made.close()
     assert not dist.is_initialized()
@@ -258,6 +263,15 @@ def test_candidates_take_turns_on_rotating_buffers(world: World) -> None:
     rounds = [turns[i : i + 3] for i in range(6, len(turns), 3)]  # after warm-up and the round that is timed
     assert len(rounds) == 12 and all(sorted(r) == ["a", "b", "c"] for r in rounds)
     assert len({tuple(r) for r in rounds}) > 1
+
+
+def test_a_rank_ends_when_its_launcher_is_gone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.settle()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setattr(world, "_launcher", ended.pid)
+    with pytest.raises(CommAborted, match="the launcher of this benchmark has ended"):
+        world.settle()
 
 
 @pytest.mark.parametrize("error", [0.5, float("nan")])

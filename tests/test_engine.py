@@ -144,7 +144,7 @@ def every_schedule(rank, group, transport):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_schedule_over_local(size):
     counts = run_threads(every_schedule, size, "local", timeout_s=120)
-    assert len(set(counts)) == 1 and counts[0] > 50
+    assert len(set(counts)) == 1 and counts[0] >= (20 if size == 1 else 50)
 
 
 @pytest.mark.parametrize(("transport", "size"), [("shm", 2), ("shm", 4), ("gloo", 2)])
@@ -183,3 +183,19 @@ def disagree(rank, group):
 def test_disagreement_names_ranks_and_both_values():
     for text in run_threads(disagree, 4):
         assert "rank 2 called" in text and "rows=7x4" in text and "rows=8x4" in text, text
+
+
+def barriers_between_calls(rank, group):
+    comm = communicator(group, "local")
+    problem = Problem("all_gather_matmul", (4,) * group.size, 1, k=4, n=(4,), dtype="float32")
+    for seed in range(3):
+        comm.barrier()
+        comm.barrier()
+        comm.reserve(8 * (seed + 1), 4, torch.float32)
+        run_case(comm, problem, seed)
+    comm.close()
+
+
+def test_barriers_and_reserves_between_calls():
+    """They publish records but use no heap half, so they must not count where credits are concerned."""
+    run_threads(barriers_between_calls, 3)

@@ -213,6 +213,21 @@ def test_reduction_of_replicated_grads():
     spmd(body, 2)
 
 
+def test_reduction_uses_the_group_of_the_layers():
+    """Not the default group, which with data parallelism is another one."""
+
+    def body(comm):
+        mlp = nn.GatedMLP(HIDDEN, WIDE, group=comm, sequence_parallel=True)
+        mlp(normal(comm.rank, 4, HIDDEN, dtype=torch.float32)).sum().backward()
+        want = nn.ops.all_reduce(mlp.norm.weight.grad, comm)
+        nn.reduce_replicated_grads(mlp)
+        same(mlp.norm.weight.grad, want)
+        with pytest.raises(ConfigError, match="belong to 0 groups"):
+            nn.reduce_replicated_grads(mlp.norm)
+
+    spmd(body, 2)
+
+
 def marks(module):
     names = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
     return {k: tuple(getattr(p, n) for n in names) for k, p in module.named_parameters()}

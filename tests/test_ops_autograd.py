@@ -121,6 +121,13 @@ def test_save_modes_give_the_same_bits():
     spmd(body, 2)
 
 
+def recorded(comm):
+    """The problems that ``comm`` runs from now on."""
+    problems, run = [], comm.run
+    comm.run = lambda problem, tensors: (problems.append(problem), run(problem, tensors))
+    return problems
+
+
 def test_what_is_saved():
     """save="shard" keeps the input itself and no copy of the whole; a frozen weight keeps neither."""
 
@@ -137,9 +144,13 @@ def test_what_is_saved():
             ops.all_gather_matmul(x, w.detach(), comm, save="gathered")
             assert kept == [(4, HIDDEN)]
             kept.clear()
+            ops.all_gather_matmul(x.detach(), w, comm)
+            assert kept == [(5, HIDDEN)]
+            kept.clear()
+            problems = recorded(comm)
             with torch.no_grad():
                 ops.all_gather_matmul(x, w, comm, save="gathered")
-            assert kept == []
+            assert kept == [] and problems[-1].flags == ()
 
     spmd(body, 2)
 
@@ -221,6 +232,8 @@ def test_main_grad():
         assert bare.grad is None and bare.main_grad.any()
         with pytest.raises(ConfigError, match="main_grad"):
             ops.matmul_all_reduce(ints(1, 2, HIDDEN), leaf(ints(1, 4, HIDDEN)), comm, wgrad="main_grad")
+        with torch.no_grad():
+            ops.matmul_all_reduce(ints(1, 2, HIDDEN), leaf(ints(1, 4, HIDDEN)), comm, wgrad="main_grad")
 
     spmd(body, 2)
 
@@ -252,6 +265,13 @@ def test_sink():
             assert [w is want for (w, _), want in zip(got, (down, up), strict=True)] == [True, True]
             for (_, g), want in zip(got, reversed(plain), strict=True):
                 same(g, want.grad)
+            # Under autocast it is still the caller's weight that the sink is about.
+            got.clear()
+            with torch.autocast("cpu", torch.bfloat16):
+                out = forward(comm, x, up, down, wgrad=lambda w, g, to=got: to.append((w, g)))
+            out.sum().backward()
+            assert [w is want for (w, _), want in zip(got, (down, up), strict=True)] == [True, True]
+            assert all(g.dtype == torch.bfloat16 for _, g in got)
             # A frozen weight has no gradient to hand over.
             ops.matmul_all_reduce(leaf(x), up.detach(), comm, wgrad=lambda w, g: pytest.fail("frozen")).sum().backward()
             with pytest.raises(ConfigError, match="wgrad"):
@@ -299,6 +319,7 @@ def test_no_grad_and_inference_mode():
             lambda x: ops.reduce_scatter(x, comm),
             lambda x: ops.all_reduce(x, comm),
             lambda x: ops.all_gather_matmul(x, w, comm, save="gathered"),
+            lambda x: ops.all_gather_matmul(x, w, comm, return_gathered=True)[1],
             lambda x: ops.matmul_reduce_scatter(x, w, comm),
             lambda x: ops.matmul_reduce_scatter(x, w, comm, dim=1),
             lambda x: ops.matmul_all_reduce(x, w, comm),
@@ -338,11 +359,13 @@ def test_autocast(lower):
         near(w.grad * comm.size, stock[1].grad, 2e-2)
         # A sum of all ranks' identical products; the gradient of the replicated result is local.
         near(x.grad * comm.size, stock[0].grad, 2e-2)
-        x.grad = None
-        out = ops.all_gather_matmul(x, w, comm)
-        with torch.autocast("cpu", lower):
-            out.sum().backward()
-        near(x.grad, comm.size * w.detach().sum(0).expand(4, HIDDEN), 1e-6)
+        # Backward inside a region, of a forward outside: in the forward's types too.
+        for op, times in ((ops.all_gather_matmul, comm.size), (ops.matmul_all_reduce, 1)):
+            x.grad = None
+            out = op(x, w, comm)
+            with torch.autocast("cpu", lower):
+                out.sum().backward()
+            near(x.grad, times * w.detach().sum(0).expand(4, HIDDEN), 1e-6)
 
     spmd(body, 2)
 

@@ -168,6 +168,15 @@ def test_unused_output_of_several():
     spmd(body, 2)
 
 
+def test_unused_gathered_costs_no_call():
+    def body(comm):
+        out, _ = ops.all_gather_matmul(leaf(ints(comm.rank, 2, K)), leaf(ints(5, 3, K)), comm, return_gathered=True)
+        out.sum().backward()
+        assert comm.stats()["calls"] == 2
+
+    spmd(body, 2)
+
+
 FROZEN = [pattern for pattern in itertools.product((False, True), repeat=3) if any(pattern)]
 
 

@@ -82,6 +82,8 @@ def test_last_dimension(lead, counts):
         rows = None if len(set(counts)) == 1 else counts
         out = ops.matmul_reduce_scatter(x, w, comm, dim=-1, rows=rows, bias=b)
         same(out, total.detach()[..., mine] + bias[mine])
+        # Rows of the transposed result travelled: this is a view of them.
+        assert out.numel() <= 1 or out.stride(-1) == math.prod(lead)
         # A result of ours can be changed in place, like one of linear.
         out.mul_(1.0)
         out.backward(grads[rank])

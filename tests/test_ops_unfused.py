@@ -42,3 +42,25 @@ def test_collectives_without_schedules(monkeypatch):
             ops.all_reduce(torch.ones(2), comm)
 
     spmd(body, 2)
+
+
+@pytest.fixture
+def canary():
+    """torch.empty gives NaN, so that a result that is not wholly written cannot equal anything."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_every_element_is_written(case, fused, canary, monkeypatch):
+    """F013: no op, forward or backward, leaves part of an output as it was allocated."""
+    assert torch.empty(3).isnan().all()
+
+    def body(comm):
+        if not fused:
+            monkeypatch.setattr(comm, "supports", lambda problem: None if problem.op in PLAIN else "none")
+        case(comm)
+
+    spmd(body, 2)

@@ -6,7 +6,7 @@ import pytest
 
 from commbackend import schedules
 from commbackend.errors import PlanError
-from commbackend.plan import Gemm, Knobs, Plan, Problem, Program, Put, Region, Wait
+from commbackend.plan import Buffer, Copy, Gemm, Knobs, Plan, Problem, Program, Put, Region, Wait
 from commbackend.plan_cli import ROLES, main
 from commbackend.plan_timeline import Rates, draw, simulate
 
@@ -74,6 +74,15 @@ def test_steps_come_after_what_they_wait_for() -> None:
     for t in timed.values():
         assert all(timed[t.rank, j].end_us <= t.start_us for j in t.step.after)
     assert sum(isinstance(t.step, Gemm) for t in timed.values()) == 10
+
+
+def test_a_lane_waits_for_steps_of_other_lanes() -> None:
+    """Two copies of 4 MB, read and written, in lane 1, then one in lane 0: 8 ms each."""
+    whole = Region("x", 0, 1000), Region("y", 0, 1000)
+    steps = (Copy(1, (), *whole), Copy(1, (), *whole), Copy(0, (1,), *whole))
+    buffers = tuple(Buffer(name, "scratch", 1000, 1000, "float32") for name in "xy")
+    timed = simulate(Plan("all_gather", 1, (Program(0, buffers, steps),)), RATES)
+    assert [(t.index, t.start_us, t.end_us) for t in timed] == [(0, 0, 8000), (1, 8000, 16000), (2, 16000, 24000)]
 
 
 def test_a_plan_that_does_not_end_is_named() -> None:

@@ -13,7 +13,7 @@ from plan_machine import run_calls
 
 from commbackend.check import check
 from commbackend.errors import PlanError
-from commbackend.plan import CREDIT, MAX_CHUNKS, Gemm, Knobs, Plan, Problem, Put, Reduce, Signal, Wait
+from commbackend.plan import CREDIT, MAX_CHUNKS, Copy, Gemm, Knobs, Plan, Problem, Put, Reduce, Signal, Wait
 from commbackend.schedules import OPS, SCHEDULES, candidates, default_knobs, plan, program, supports
 
 SCHEDULED = list(schedules())
@@ -205,7 +205,7 @@ def test_what_cannot_be_served_says_why() -> None:
 def test_candidates_are_legal_distinct_and_hold_every_schedule(op: str, caps: str) -> None:
     p = problem(op, (64, 64))
     found = candidates(p, CAPS[caps])
-    assert len(set(found)) == len(found)
+    assert len({program(p, 0, CAPS[caps], k) for k in found}) == len(found)
     assert all(supports(p, CAPS[caps], k) is None for k in found)
     legal = {name for name in SCHEDULES[op] if supports(p, CAPS[caps], Knobs(name)) is None}
     assert {k.schedule for k in found} == legal
@@ -221,10 +221,23 @@ def test_defaults_follow_bytes_and_roles() -> None:
     assert chosen(large, "puts") == Knobs("push", 4, 1)
     assert chosen(large, "everything").schedule == "pull"
     assert chosen(large, "collectives").schedule == "collective"
-    assert chosen(problem("all_gather_matmul", (4,)), "everything") == Knobs("sequence", 1, 0)
+    assert chosen(problem("all_gather_matmul", (4,)), "everything") == Knobs("push", 1, 0)
     assert chosen(problem("all_reduce", (4, 4)), "puts").schedule == "one_shot"
     assert chosen(problem("all_reduce", (4096, 4096), k=1024), "puts").schedule == "two_shot"
     assert chosen(problem("all_reduce", (4096, 4096), k=1024), "everything").schedule == "two_shot_pull"
+
+
+def test_one_rank_needs_no_transport_and_runs_one_product_a_weight() -> None:
+    nobody = FakeCaps(one_sided=False, collective=False, peer_view=False)
+    for op in OPS:
+        for flags in FLAGS.get(op, ((),)):
+            p = problem(op, (4,), blocks=2, flags=flags, bias=True)
+            assert len(candidates(p, nobody)) == 1
+            one = program(p, 0, nobody, default_knobs(p, nobody))
+            assert {b.space for b in one.buffers} == {"input", "output"}
+            assert {type(s) for s in one.steps} <= {Gemm, Copy}
+            assert all(program(p, 0, nobody, Knobs(name, 8, 2)) == one for name in SCHEDULES[op])
+            check([plan(p, nobody, default_knobs(p, nobody))], caps=nobody)
 
 
 def test_defaults_are_the_same_where_k_and_n_differ_between_ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -60,6 +61,7 @@ def _late_bytes(self: Any, dst: Any, src: torch.Tensor, peer: int, slot: Any, st
     """A put whose slot rises before its bytes are there."""
     if slot is not None:
         self._signal(peer, slot, stream)
+        time.sleep(0.01)
     super(type(self), self)._put(dst, src, peer, None, stream)
 
 

@@ -181,12 +181,18 @@ _FREEING = {
 }  # fmt: skip
 
 
+# Calls of the watch's thread, or of leaving.
+_LATER = {
+    "cuThreadExchangeStreamCaptureMode", "cuStreamQuery", "cuEventQuery", "cuEventCreate", "cuEventRecord",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("ipc", [False, True], ids=["vmm", "ipc"])
 def test_any_failing_call_makes_all_ranks_refuse_together(ipc: bool, rank: int) -> None:
     """F039, F042: every call of connecting, the first and the last time it is made, on either rank."""
     for name, count in sorted(_calls_of_connecting(ipc=ipc).items()):
-        if name in _FREEING | {"cuMemGetInfo", "cuStreamQuery", "cuEventQuery", "cuEventCreate", "cuEventRecord"}:
+        if name in _FREEING | _LATER:
             continue
         for at in {1, (count + 1) // 2}:
             with world() as w:
@@ -398,8 +404,7 @@ def test_verbs_enqueue_and_never_synchronise() -> None:
 
             def profile(frame: Any, event: str, arg: Any) -> None:
                 nonlocal seen
-                # The fake's own functions are not the transport's cost.
-                seen += event == "call" and "fake_cuda" not in frame.f_code.co_filename
+                seen += event == "call" and f"commbackend{os.sep}" in frame.f_code.co_filename
 
             sys.setprofile(profile)
             try:
@@ -411,7 +416,8 @@ def test_verbs_enqueue_and_never_synchronise() -> None:
         for background in ("cuMemcpyAsync", "cuStreamQuery"):  # the watch may have looked after all
             calls.pop(background, None)
         assert calls == {"cuStreamWriteValue64": 1, "cuStreamWaitValue64": 1}
-        assert bool((window.local == 0).all()), "the machine was paused"
+        assert bool((window.local == 0).all()), "the machines are paused"
+        t.barrier(soon())
         fake.machine.paused = False
         fake.synchronize()
         t.barrier(soon())
@@ -441,6 +447,7 @@ def test_a_failing_copy_fails_the_transport_on_all_ranks() -> None:
         window = buffer.window(0, (1024,), torch.float32)
         t.barrier(soon())
         if t.rank == 0:
+            time.sleep(0.2)  # rank 1 leaves the barrier
             fake.fail("cuMemcpyAsync", CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
             with pytest.raises(CommBackendError) as info:
                 t.put(window, torch.ones(1024), 1, stream=0)
@@ -466,7 +473,7 @@ def test_a_failing_copy_fails_the_transport_on_all_ranks() -> None:
 @pytest.mark.parametrize(("connections", "hangs"), [(1, True), (2, False), (8, False)])
 def test_the_queue_model_hangs_where_the_hardware_does(connections: int, hangs: bool) -> None:
     """A wait enqueued before what satisfies it, on another stream (facts measured with CUDA_DEVICE_MAX_CONNECTIONS)."""
-    with world(connections=connections, timeout_s=3.0) as w:
+    with world(connections=connections, timeout_s=2.0, leaks=hangs) as w:
 
         def work(t: Any, fake: FakeCuda) -> list[str]:
             slots = t.alloc_slots(1)
@@ -478,7 +485,7 @@ def test_the_queue_model_hangs_where_the_hardware_does(connections: int, hangs: 
                 time.sleep(0.01)
             stalled = fake.machine.stalled()
             t.barrier(soon())
-            # A producer enqueued first never hangs, with any number of queues.
+            time.sleep(0.2)
             t.abort("done")
             return stalled
 
@@ -524,10 +531,10 @@ def test_a_wait_ends_by_its_deadline_and_its_outputs_are_nan(waits: str, connect
         if t.rank == 0:
             start, stream = time.monotonic(), fake.new_stream()
             t.wait(1, Slot(slots, 2, 5), deadline=soon(0.4), stream=stream)
-            t.guard(out[:, :4], stream)
+            t.guard(out[:, :4].t(), stream)
             fake.synchronize()
             assert 0.35 < time.monotonic() - start < 1.5
-            error = fault_of(t, 1.0) if waits == "stream" else None
+            assert t.fault is not None, "the stream went on before the transport failed"
             with pytest.raises(CommTimeout) as info:
                 t.signal(1, Slot(slots, 0, 1), stream=stream)
             error = info.value
@@ -549,8 +556,8 @@ def test_nothing_is_filled_while_healthy() -> None:
         t.guard(out, 0)
         fake.synchronize()
         assert bool((out == 1).all())
-        with pytest.raises(ShapeError):
-            t.guard(out.t(), 0)
+        with pytest.raises(ShapeError, match="rows must be contiguous"):
+            t.guard(out[:, ::2], 0)
 
     with world() as w:
         w.run(work)
@@ -565,6 +572,7 @@ def test_poison_is_written_again_over_a_late_put() -> None:
         if t.rank == 0:
             t.wait(1, Slot(slots, 0, 1), deadline=soon(60), stream=stream)
             t.wait(1, Slot(slots, 0, 2), deadline=soon(60), stream=stream)
+            time.sleep(0.2)
             t.abort("enough")
             fake.synchronize()
             # The put of a peer that has not heard yet.
@@ -590,9 +598,11 @@ def test_peers_release_a_rank_whose_own_queue_is_stuck() -> None:
                 t.wait(1, Slot(slots, 0, 1), deadline=soon(60), stream=fake.new_stream())
             t.barrier(soon())
             if t.rank == 1:
+                time.sleep(0.2)
                 t.abort("rank 1 gives up")
             assert "rank 1 gives up" in str(fault_of(t))
             fake.synchronize()
+            time.sleep(1.5 if t.rank else 0.0)  # it helps after a second of grace
 
         w.run(work, waits="stream")
 
@@ -604,6 +614,7 @@ def test_abort_of_a_peer_releases_blocked_streams() -> None:
         t.wait(peer, Slot(slots, 0, 1), deadline=soon(60), stream=stream)
         t.barrier(soon())
         if t.rank == 1:
+            time.sleep(0.2)
             t.abort("no more")
         fake.synchronize(5.0)
         assert isinstance(t.fault, CommAborted) and "rank 1" in str(t.fault)

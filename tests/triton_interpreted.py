@@ -1,11 +1,15 @@
-"""Runs the Triton kernels in Triton's interpreter against fp64 references; started by test_triton_tile.py with TRITON_INTERPRET=1.
+"""Runs the Triton kernels in Triton's interpreter against fp64 references; started by test_triton_tile.py with
+TRITON_INTERPRET=1.
 
-fp16 only: the interpreter multiplies bf16 as integers. The whole host side of the provider is real: only ``Runtime.compile`` is replaced, by launches through the interpreter.
+fp16 only: the interpreter multiplies bf16 as integers and truncates when it rounds to it. The whole host side of the
+provider is real: only
+``Runtime.compile`` is replaced, by launches through the interpreter.
 """
 
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from commbackend.contract import GemmProblem, GemmSegment
 from commbackend.gemm.triton_launch import Runtime
+from commbackend.gemm.triton_reduce import ReduceKernel
 from commbackend.gemm.triton_tile import TileConfig, TritonTile
+from commbackend.reduction import reduce_into
 
 TORCH = {
     "bf16": torch.bfloat16,
@@ -78,7 +84,10 @@ class InterpretedKernel:
         args: dict[str, Any] = dict(self.constants) | self.mapped
         for name, value in zip(self.names, scalars, strict=True):
             kind = self.types[name]
-            args[name] = tensor_at(value, TORCH[kind[1:]]) if kind.startswith("*") else value
+            if kind.startswith("*"):
+                args[name] = tensor_at(value, TORCH[kind[1:]])
+            else:
+                args[name] = struct.unpack("<f", struct.pack("<i", value))[0] if kind == "fp32" else value
         # The interpreter wants one tensor an address.
         args |= {c: self.mapped[o].base for c, o in (("c0", "o0"), ("c1", "o1")) if o in self.mapped}
         self.kernel[(grid,)](**args)
@@ -91,7 +100,8 @@ class InterpretedRuntime(Runtime):
 
 
 def provider(capability: int = 90, sms: int = 3, **options: Any) -> TritonTile:
-    return TritonTile(runtime=InterpretedRuntime(InterpretedDriver(capability, sms), torch.device("cpu")), **options)  # type: ignore[arg-type]
+    return TritonTile(runtime=InterpretedRuntime(InterpretedDriver(capability, sms), torch.device("cpu")),
+    **options)  # type: ignore[arg-type]
 
 
 def reference(s: GemmSegment) -> torch.Tensor:
@@ -104,8 +114,10 @@ def reference(s: GemmSegment) -> torch.Tensor:
 
 
 def run(
-    name: str, rows: Sequence[int], n: int, k: int, *, capability: int = 90, dtype: torch.dtype = torch.float16, b_cols: bool = False,
-    bias: bool = False, addends: int = 0, config: TileConfig | None = None, own: int = 0, pad: int = 0, transposed: bool = False,
+    name: str, rows: Sequence[int], n: int, k: int, *, capability: int = 90, dtype: torch.dtype = torch.float16,
+    b_cols: bool = False,
+    bias: bool = False, addends: int = 0, config: TileConfig | None = None, own: int = 0, pad: int = 0,
+    transposed: bool = False,
 ) -> None:  # fmt: skip
     """Segments of ``rows`` rows; segment ``own`` lies in a tensor of its own, the others in one heap, last first."""
     g = torch.Generator().manual_seed(hash(name) % 1000)
@@ -137,6 +149,66 @@ def run(
     print("ok", name)
 
 
+def run_scaled(per_row: bool) -> None:
+    """fp8 with scales; the rows' scales of the second segment lie before those of the first."""
+    g = torch.Generator().manual_seed(3)
+    a, b = (
+        torch.randn(40, 32, generator=g).to(torch.float8_e4m3fn),
+        torch.randn(48, 32, generator=g).to(torch.float8_e4m3fn),
+    )
+    out = torch.full((40, 48), 7.0, dtype=torch.float16)
+    scale_a, scale_b = (
+        torch.rand(40 if per_row else 1, generator=g) + 0.5,
+        torch.rand(48 if per_row else 1, generator=g) + 0.5,
+    )
+    parts = [slice(24, 40), slice(0, 24)]
+    segments = [
+        GemmSegment(a[p], b, out[p], scale_a=scale_a[p] if per_row else scale_a, scale_b=scale_b) for p in parts
+    ]
+    problem = GemmProblem(40, 48, 32, "float8_e4m3fn", "float16", "cuda", scales=True)
+    provider(config=SMALL).prepare(problem)(segments)
+    for s in segments:
+        error = (s.out.double() - reference(s)).norm() / reference(s).norm()
+        assert error < 2e-3, f"relative error {error:.2e}"
+    print("ok fp8, scales per", "row" if per_row else "tensor")
+
+
+def run_expanded() -> None:
+    """A row that stands for all rows (stride 0), and one row in rows of odd stride."""
+    g = torch.Generator().manual_seed(4)
+    b = torch.randn(24, 32, generator=g).half()
+    for a in (torch.randn(1, 32, generator=g).half().expand(20, 32), torch.randn(5, 33, generator=g).half()[2:3, :32]):
+        out = torch.full((a.shape[0], 24), 7.0, dtype=torch.float16)
+        provider(config=SMALL).prepare(GemmProblem(20, 24, 32, "float16", "float16", "cuda"))([GemmSegment(a, b, out)])
+        want = reference(GemmSegment(a, b, out))
+        assert (out.double() - want).norm() / want.norm() < 2e-3
+    print("ok expanded and odd rows")
+
+
+def run_reduce() -> None:
+    """Sums bit for bit as ``reduce_into`` makes them; residual and RMSNorm."""
+    runtime = InterpretedRuntime(InterpretedDriver(90, 3), torch.device("cpu"))  # type: ignore[arg-type]
+    g = torch.Generator().manual_seed(5)
+    for dtype, count, cols in ((torch.float16, 3, 40), (torch.float16, 1, 37), (torch.float32, 16, 1030)):
+        kernel = ReduceKernel(runtime, dtype, count, norm_cols=cols, residual=True)
+        parts = [torch.randn(5, cols, generator=g).to(dtype) for _ in range(count)]
+        bias, weight, residual = (torch.randn(*s, generator=g).to(dtype) for s in ((cols,), (cols,), (5, cols)))
+        out, want = torch.empty(5, cols, dtype=dtype), torch.empty(5, cols, dtype=dtype)
+        for with_bias in (None, bias):
+            kernel(out, parts, bias=with_bias)
+            reduce_into(want, parts, with_bias)
+            assert torch.equal(out, want), f"{dtype}: sums differ"
+        summed = (sum((p.float() for p in parts[1:]), parts[0].float()) + residual.float()).to(dtype)
+        kernel(out, parts, residual=residual, norm_weight=weight)
+        assert torch.equal(residual, summed), f"{dtype}: the new residual is not the rounded sum"
+        wide = summed.double()
+        normed = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6) * weight.double()
+        assert (out.double() - normed).norm() / normed.norm() < 5e-3
+        kernel(parts[0], parts)
+        assert torch.isfinite(parts[0].float()).all(), "out may be one of the partials"
+    print("ok reduce")
+
+
 SMALL = TileConfig(16, 32, 16, 2, 4, group=2)
 SPLIT = TileConfig(16, 32, 16, 2, 4, group=2, split=True)
 MAPS = TileConfig(16, 32, 16, 2, 4, device_maps=True)
@@ -153,4 +225,8 @@ if __name__ == "__main__":
     run("odd sizes", (7, 66), 37, 29, bias=True, addends=2)
     run("transposed a", (24, 16), 40, 24, config=SMALL, transposed=True)
     run("row strides", (24, 16), 40, 24, config=SMALL, pad=8)
+    run_scaled(False)
+    run_scaled(True)
+    run_expanded()
+    run_reduce()
     sys.exit(0)

@@ -1,7 +1,9 @@
 """Ahead-of-time compilation and launch of Triton kernels: no compiler, no specialisation and no allocation in a call.
 
-Triton's own launcher compiles a new variant when an integer argument happens to be 1 or a multiple of 16, and spends tens of microseconds a launch. Here a kernel is
-compiled once from a fixed signature (``Runtime.compile``), loaded through the driver, and launched with a parameter buffer that is packed in one go.
+Triton's own launcher compiles a new variant when an integer argument happens to be 1 or a multiple of 16, and spends
+tens of microseconds a launch. Here a kernel is compiled once from a fixed signature (``Runtime.compile``), loaded
+through
+the driver, and launched with a parameter buffer that is packed in one go.
 """
 
 from __future__ import annotations
@@ -118,10 +120,10 @@ class CudaDriver:
             raise CommBackendError(f"{what} failed on {self.device}: CUDA error {code}: {said}")
 
     def capability(self) -> int:
-        return self._capability
+        return int(self._capability)
 
     def multiprocessors(self) -> int:
-        return self._sms
+        return int(self._sms)
 
     def shared_nbytes(self) -> int:
         return self._shared
@@ -181,7 +183,8 @@ class CudaDriver:
 
 
 class FaultRecord:
-    """The first fault of any kernel of one runtime: sticky, written by the kernel, read by the host without synchronising."""
+    """The first fault of any kernel of one runtime: sticky, written by the kernel, read by the host without
+    synchronising."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.zeros(FAULT_WORDS, dtype=torch.int64, device=device)
@@ -213,7 +216,8 @@ class FaultRecord:
 
 @dataclass(slots=True)
 class Loaded:
-    """A kernel with a parameter buffer: maps first, then every scalar and pointer as 8 bytes (a 4-byte parameter reads the low half)."""
+    """A kernel with a parameter buffer: maps first, then every scalar and pointer as 8 bytes (a 4-byte parameter reads
+    the low half)."""
 
     function: int
     threads: int
@@ -231,7 +235,8 @@ class Loaded:
     _present: dict[str, tuple[str, int, int, int, int]] = field(init=False, default_factory=dict)
 
     def layout(self, order: Sequence[str]) -> None:
-        """Lay out the buffer. ``order``: the kernel's parameters; a map is followed by its shape and strides, which these kernels never read."""
+        """Lay out the buffer. ``order``: the kernel's parameters; a map is followed by its shape and strides, which
+        these kernels never read."""
         scalars = [n for n in order if n not in self.maps]
         self._pack = struct.Struct(f"<{len(scalars)}q")
         nbytes = 128 * len(self.maps) + 8 + 8 * len(scalars) + 16
@@ -320,7 +325,7 @@ class Runtime:
 
             raise Unavailable(
                 f"kernel {meta.name} has {found} parameters, {expected} expected",
-                f"triton {triton.__version__} lays parameters out in a way this version does not know; use triton 3.6 to 3.9",
+                f"triton {triton.__version__} lays parameters out in an unknown way: use triton 3.6 to 3.9",
             )
         described = meta.tensordesc_meta if maps else ()
         boxes = {n: (tuple(d["block_size"]), d["swizzle"]) for n, d in zip(maps, described, strict=True)}
@@ -344,7 +349,8 @@ def compile_offline(
     warps: int,
     stages: int,
 ) -> Any:
-    """Compile ``kernel`` for ``capability`` (80, 90, 100 ...); needs no GPU. Returns Triton's compiled kernel (``asm``, ``metadata``)."""
+    """Compile ``kernel`` for ``capability`` (80, 90, 100 ...); needs no GPU. Returns Triton's compiled kernel
+    (``asm``, ``metadata``)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

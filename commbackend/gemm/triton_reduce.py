@@ -87,7 +87,8 @@ class _Epilogue:
 
 
 class ReduceKernel(_Epilogue):
-    """out = sum of ``count`` partials in order (+ bias) (+ residual), optionally RMSNorm of it. Compiled here, all variants asked for.
+    """out = sum of ``count`` partials in order (+ bias) (+ residual), optionally RMSNorm of it. Compiled here, all
+    variants asked for.
 
     Args:
         norm_cols: Row width for which RMSNorm variants are prepared; 0: none.
@@ -126,7 +127,8 @@ class ReduceKernel(_Epilogue):
         self, out: Tensor, srcs: Sequence[Tensor], *, bias: Tensor | None = None, residual: Tensor | None = None,
         norm_weight: Tensor | None = None, eps: float = 1e-6, stream: int | None = None, sm_limit: int = 0,
     ) -> None:  # fmt: skip
-        """Enqueue the sum. ``out``, ``srcs`` and ``residual`` (updated in place) are (rows, n) with unit column stride; ``out`` may be
+        """Enqueue the sum. ``out``, ``srcs`` and ``residual`` (updated in place) are (rows, n) with unit column
+        stride; ``out`` may be
         one of ``srcs``.
 
         Raises:
@@ -155,11 +157,13 @@ class ReduceKernel(_Epilogue):
 
 
 class OneShotAllReduce(_Epilogue):
-    """All-reduce of small messages in one kernel: every rank pushes its rows to all ranks, then everybody sums. Collective: all ranks make
+    """All-reduce of small messages in one kernel: every rank pushes its rows to all ranks, then everybody sums.
+    Collective: all ranks make
     the same calls in the same order.
 
     Args:
-        bases: Address of this object's symmetric memory at every rank, as mapped in this process: ``nbytes(...)`` bytes,
+        bases: Address of this object's symmetric memory at every rank, as mapped in this process: ``nbytes(...)``
+        bytes,
             zero, 16-byte aligned, used for nothing else.
         max_cols: Widest row; max_rows: most rows of a call.
         norm, residual, bias: Prepare these variants.
@@ -208,7 +212,8 @@ class OneShotAllReduce(_Epilogue):
         self, out: Tensor, x: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None,
         norm_weight: Tensor | None = None, eps: float = 1e-6, stream: int | None = None,
     ) -> None:  # fmt: skip
-        """Enqueue out = sum over ranks of x (+ bias) (+ residual), then RMSNorm. Tensors are (rows, n), the same sizes on all ranks, unit
+        """Enqueue out = sum over ranks of x (+ bias) (+ residual), then RMSNorm. Tensors are (rows, n), the same sizes
+        on all ranks, unit
         column stride, 16-byte aligned rows. After a fault every output is NaN and ``runtime.fault`` says why.
 
         Raises:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-# ruff: noqa: SIM102 - compile-time conditions stand alone
+
 """Triton kernels that sum partial results in rank order with fp32 accumulation: alone, or as a one-shot all-reduce.
 
 Both may add a bias row and a residual and apply RMSNorm on the way out. With a residual the sum is rounded once, stored
@@ -117,7 +117,8 @@ def reduce_kernel(
     COUNT: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """out = s0 + s1 + ... (``COUNT`` of them) (+ bias) (+ residual), then RMSNorm. With ``NORM`` one block is one row."""
+    """out = s0 + s1 + ... (``COUNT`` of them) (+ bias) (+ residual), then RMSNorm. With ``NORM`` one block is one
+    row."""
     srcs = (s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15)
     lds = (ld0, ld1, ld2, ld3, ld4, ld5, ld6, ld7, ld8, ld9, ld10, ld11, ld12, ld13, ld14, ld15)
     blocks = tl.cdiv(n, BLOCK)
@@ -182,7 +183,8 @@ def one_shot_kernel(
             acc += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         acc = tl.where(failed, float("nan"), acc)
         _emit(
-            acc, pid + i * grid, cols, inside, n, out, ldo, residual, ldr, bias, weight, eps, DTYPE, BIAS, RESIDUAL, NORM
+            acc, pid + i * grid, cols, inside, n, out, ldo, residual, ldr, bias, weight, eps, DTYPE, BIAS, RESIDUAL,
+            NORM
         )  # fmt: skip
     tl.debug_barrier()
     tl.store(epochs + pid, epoch)

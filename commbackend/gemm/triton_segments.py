@@ -27,14 +27,15 @@ class Frame:
 
     Attributes:
         a, out, scale: Lowest addresses of the rows of a, out and scale_a; 0 while there is no row.
-        lda, ldc: Row strides in elements; 0 while there is at most one row.
+        lda, ldc: Row strides in elements; -1 while there is at most one row.
     """
 
     __slots__ = ("_key", "a", "lda", "ldc", "out", "scale", "segments")
 
     def __init__(self) -> None:
         self._key: tuple[int, ...] = ()
-        self.a = self.out = self.scale = self.lda = self.ldc = 0
+        self.a = self.out = self.scale = 0
+        self.lda = self.ldc = -1
         self.segments: list[GemmSegment] = []
 
     def take(self, s: GemmSegment) -> bool:
@@ -58,7 +59,7 @@ class Frame:
         return True
 
     def _in_step(self, s: GemmSegment, at: tuple[int, int, int]) -> bool:
-        if not self.lda or not self.ldc:
+        if self.lda <= 0 or self.ldc <= 0:
             return False
         if s.a.shape[0] > 1 and (s.a.stride(0) != self.lda or s.out.stride(0) != self.ldc):
             return False
@@ -69,8 +70,8 @@ class Frame:
         """First row of ``s`` in a, out and scale_a."""
         if not s.a.shape[0]:
             return 0, 0, 0
-        a = (s.a.data_ptr() - self.a) // (self.lda * s.a.itemsize) if self.lda else 0
-        out = (s.out.data_ptr() - self.out) // (self.ldc * s.out.itemsize) if self.ldc else 0
+        a = (s.a.data_ptr() - self.a) // (self.lda * s.a.itemsize) if self.lda > 0 else 0
+        out = (s.out.data_ptr() - self.out) // (self.ldc * s.out.itemsize) if self.ldc > 0 else 0
         per_row = s.scale_a is not None and s.scale_a.numel() > 1
         return a, out, (s.scale_a.data_ptr() - self.scale) // 4 if per_row and s.scale_a is not None else 0
 
@@ -95,7 +96,8 @@ class Launch:
 
 
 def grouped(segments: Sequence[GemmSegment]) -> list[Launch]:
-    """Split ``segments``, in their order, into as few launches as their memory allows. One for the plans of this package."""
+    """Split ``segments``, in their order, into as few launches as their memory allows. One for the plans of this
+    package."""
     launches: list[Launch] = []
     words = 0
     for s in segments:
@@ -118,23 +120,26 @@ def grouped(segments: Sequence[GemmSegment]) -> list[Launch]:
 
 
 class Table(NamedTuple):
-    """``words`` of a launch's table; those before ``lists`` hold offsets into the table as negative numbers."""
+    """``words`` of a launch's table; those before ``lists`` hold offsets into the table as negative numbers.
 
-    words: list[int]
+    Attributes:
+        tiles: How many tiles the launch has.
+        slots, waits: Whether it touches slots at all; whether it waits for any.
+    """
+
+    words: tuple[int, ...]
     lists: int
     tiles: int
-    base: int
     slots: bool
     waits: bool
 
 
-def tabulate(launch: Launch, bm: int, n_tiles: int) -> Table:
-    """Return the table of ``launch`` for tiles of ``bm`` rows and ``n_tiles`` tiles a row block. Slot values are relative to ``base``, so
-    that the next call has the same table.
+def tabulate(launch: Launch, bm: int, n_tiles: int, base: int) -> Table:
+    """Return the table of ``launch`` for tiles of ``bm`` rows and ``n_tiles`` tiles a row block.
+
+    Slot values are kept relative to ``base``, so that the next call of a program has the same table.
     """
     segments = launch.segments
-    values = [slot.value for s in segments for _, slot in (*s.ready, *s.done)]
-    base = min(values, default=0)
     lists = LAUNCH_WORDS + SEGMENT_WORDS * len(segments)
     # One counter of finished tiles a segment, then the entries.
     head, tail = [0] * LAUNCH_WORDS, [0] * len(segments)
@@ -153,13 +158,14 @@ def tabulate(launch: Launch, bm: int, n_tiles: int) -> Table:
             head += [scale_row, -(lists + number)]
             tiles += -(-rows // bm) * n_tiles
             number += 1
-    return Table(head + tail, lists, tiles, base, bool(values), any(s.ready for s in segments))
+    slots, waits = any(s.ready or s.done for s in segments), any(s.ready for s in segments)
+    return Table((*head, *tail), lists, tiles, slots, waits)
 
 
 def _device(slot: Slot) -> DeviceSlotTable:
     if not isinstance(slot.table, DeviceSlotTable):
         raise ShapeError(
-            f"slots of {type(slot.table).__name__} have no device address: a transport with caps.device_signal is needed"
+            f"slots of {type(slot.table).__name__} have no device address: use a transport with caps.device_signal"
         )
     return slot.table
 
@@ -188,7 +194,7 @@ class Tables:
 
     def address(self, table: Table, stream: int) -> int:
         """Return the device address of ``table`` for launches on ``stream``; uploads it when it is new there."""
-        key = (stream, tuple(table.words))
+        key = (stream, table.words)
         place = self._bound.get(key)
         capturing = self._driver.capturing(stream)
         if place is not None:
@@ -216,7 +222,8 @@ class Tables:
         usable = [key for key, place in self._bound.items() if place not in self._captured]
         if not usable:
             raise Unsupported(f"all {_TABLES} launch tables belong to captured graphs")
-        # Stream order protects launches of this stream that still read the oldest table; those of another are waited for.
+        # Stream order protects launches of this stream that still read the oldest table; those of another are waited
+        # for.
         victim = next((key for key in usable if key[0] == stream), usable[0])
         if victim[0] != stream:
             self._driver.follow(stream, victim[0])

@@ -1,14 +1,18 @@
-"""The polling GEMM on CUDA: one persistent Triton kernel that waits for flags, multiplies, folds received partials in, and raises flags.
+"""The polling GEMM on CUDA: one persistent Triton kernel that waits for flags, multiplies, folds received partials in,
+and raises flags.
 
-No other kernel has to be launched between chunks. Rows are taken segment by segment in the order the caller gives; a tile never straddles two segments, so a
-segment whose rows are no multiple of ``granularity`` ends with a tile that is partly idle: at most ``granularity - 1`` rows of work a segment.
+Nothing has to be launched between chunks. Rows are taken segment by segment in the order the caller gives. A tile never
+straddles two segments, so a segment whose rows are no multiple of ``granularity`` ends with a tile that is partly idle:
+at most ``granularity - 1`` rows of work a segment.
 
-A kernel that polls holds its SMs until its flags have risen. It therefore leaves ``RESERVED_SMS`` SMs to kernels of others (the application's collectives that
-precede a peer's put, a transport's copy kernels); ``TritonTile(reserve_sms=...)`` or ``sm_limit=`` of a call say otherwise. Measure the price with
-``benchmarks/gemm_flags.py``.
+A kernel that polls holds its SMs until its flags have risen. It therefore leaves ``RESERVED_SMS`` SMs to kernels of
+others (the application's collectives that precede a peer's put, a transport's copy kernels);
+``TritonTile(reserve_sms=...)`` or ``sm_limit=`` of a call say otherwise. ``benchmarks/gemm_flags.py`` prices it.
 
-Fast variants want what TMA and vector loads want: operands with one unit stride whose addresses and other strides are multiples of 16 bytes, n a multiple of 8. Anything else
-(odd k or n, transposed a) runs on a general variant with strided loads: right, polling as well, and slow.
+Fast variants want what TMA and vector loads want: operands with one unit stride, addresses and other strides that are
+multiples of 16 bytes, n a multiple of 8. Anything else (odd k or n, transposed a) runs on a general variant with
+strided
+loads: right, polling as well, and slow.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import torch
 from ..contract import GemmProblem, GemmProvider, GemmSegment
 from ..errors import ShapeError, Unavailable, Unsupported
 from .triton_launch import DTYPES, CudaDriver, Loaded, Runtime
-from .triton_segments import Launch, Tables, grouped, tabulate
+from .triton_segments import Launch, Table, Tables, grouped, tabulate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +38,8 @@ __all__ = ["RESERVED_SMS", "TileConfig", "TritonTile", "choose"]
 RESERVED_SMS = 4
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _WIDE = ("bfloat16", "float16")
+# Calls whose tensors differ that a kernel remembers.
+_BOUND = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,8 @@ class TileConfig:
         return self.stages * (self.bm + self.bn) * self.bk * itemsize + tile + 2048
 
 
-# By capability class and by m x n tiles: first entry whose ``tiles`` the problem reaches, measured, not searched at run time. (least tiles of bm x bn, config)
+# By capability class and by m x n tiles: first entry whose ``tiles`` the problem reaches, measured, not searched at
+# run time. (least tiles of bm x bn, config)
 _HOPPER = (
     (96, TileConfig(128, 256, 64, 4, 8, split=True)),
     (64, TileConfig(128, 128, 64, 4, 8)),
@@ -87,7 +94,8 @@ _GENERAL = TileConfig(64, 64, 32, 2, 4)
 
 
 def choose(problem: GemmProblem, capability: int, shared_nbytes: int) -> TileConfig:
-    """Return the tile shape for ``problem``: the widest one that gives most SMs a tile, as deep as shared memory allows."""
+    """Return the tile shape for ``problem``: the widest one that gives most SMs a tile, as deep as shared memory
+    allows."""
     fp8, out_itemsize = problem.dtype in _FP8, 4 if problem.out_dtype == "float32" else 2
     table: tuple[tuple[int, TileConfig], ...]
     if capability >= 90:
@@ -128,21 +136,24 @@ def specify(v: Variant) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, 
     from .triton_kernels import gemm_kernel
 
     c, name, out = v.config, DTYPES[v.dtype][0], DTYPES[v.out_dtype][0]
-    types = {n: "i32" for n in gemm_kernel.arg_names}
-    types |= {n: "i64" for n in ("base", "timeout_ns", "fault_host")} | {n: "*i64" for n in ("table", "fault", "epoch")}
-    types |= {n: "*fp32" for n in ("scale_a0", "scale_a1", "scale_b")} | {
-        n: f"*{out}" for n in ("o0", "o1", "c0", "c1", "bias")
-    }
-    types |= {n: f"*{name}" for n in ("a0", "a1", "b")}
+    types = dict.fromkeys(gemm_kernel.arg_names, "i32")
+    types |= dict.fromkeys(("base", "timeout_ns", "fault_host"), "i64") | dict.fromkeys(
+        ("table", "fault", "epoch"), "*i64"
+    )
+    types |= dict.fromkeys(("scale_a0", "scale_a1", "scale_b"), "*fp32") | dict.fromkeys(
+        ("o0", "o1", "c0", "c1", "bias"), f"*{out}"
+    )
+    types |= dict.fromkeys(("a0", "a1", "b"), f"*{name}")
     if v.load == "bulk" and not c.device_maps:
         b_box = (c.bk, c.bn) if v.b_cols else (c.bn, c.bk)
-        types |= {n: f"tensordesc<{name}[{c.bm}, {c.bk}]>" for n in ("a0", "a1")}
+        types |= dict.fromkeys(("a0", "a1"), f"tensordesc<{name}[{c.bm}, {c.bk}]>")
         types["b"] = f"tensordesc<{name}[{b_box[0]}, {b_box[1]}]>"
-        types |= {n: f"tensordesc<{out}[{c.bm}, {c.bn // 2 if c.split else c.bn}]>" for n in ("o0", "o1")}
+        types |= dict.fromkeys(("o0", "o1"), f"tensordesc<{out}[{c.bm}, {c.bn // 2 if c.split else c.bn}]>")
     constants: dict[str, Any] = {
-        "OUT": getattr(tl, str(v.out_dtype).removeprefix("torch.")), "BM": c.bm, "BN": c.bn, "BK": c.bk, "GROUP": c.group, "SPLIT": c.split,
-        "BULK": v.load == "bulk", "MAPS": v.load == "bulk" and c.device_maps, "ALIGNED": v.load != "strided", "B_COLS": v.b_cols, "EVEN_K": v.even_k,
-        "EXACT": v.exact, "POLLS": v.polls, "BIAS": v.bias, "ADDENDS": v.addends, "SCALES": v.scales,
+        "OUT": getattr(tl, str(v.out_dtype).removeprefix("torch.")), "BM": c.bm, "BN": c.bn, "BK": c.bk,
+        "GROUP": c.group, "SPLIT": c.split, "BULK": v.load == "bulk", "MAPS": v.load == "bulk" and c.device_maps,
+        "ALIGNED": v.load != "strided", "B_COLS": v.b_cols, "EVEN_K": v.even_k, "EXACT": v.exact,
+        "POLLS": v.polls, "BIAS": v.bias, "ADDENDS": v.addends, "SCALES": v.scales,
     }  # fmt: skip
     aligned: dict[str, int] = {}
     if v.load != "strided":
@@ -155,7 +166,7 @@ def specify(v: Variant) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, 
         aligned = {
             n: 16 for n in ("a0", "a1", "b", "o0", "o1", "c0", "c1", "bias") if not types[n].startswith("tensordesc")
         }
-        aligned |= {n: step for n in ("k", "lda0", "lda1", "ldb", "b_step")} | {n: 8 for n in ("n", "ldc0", "ldc1")}
+        aligned |= dict.fromkeys(("k", "lda0", "lda1", "ldb", "b_step"), step) | dict.fromkeys(("n", "ldc0", "ldc1"), 8)
     return gemm_kernel, types, constants, aligned
 
 
@@ -165,7 +176,8 @@ class TritonTile(GemmProvider):
     Args:
         timeout_s: Every wait inside a kernel ends after it: the outputs of the launch become NaN and ``check`` raises.
         reserve_sms: SMs a launch with slots leaves free; ``RESERVED_SMS`` if unset.
-        exact_fp8: Promote fp8 partial sums to fp32 at every k step (Hopper's tensor cores add fewer bits); False is faster.
+        exact_fp8: Promote fp8 partial sums to fp32 at every k step (Hopper's tensor cores add fewer bits); False is
+        faster.
         config: Use this tile shape for every problem instead of the built-in choice.
         runtime: Device and driver to use; made at the first ``prepare`` if unset.
     """
@@ -215,7 +227,8 @@ class TritonTile(GemmProvider):
         return self.runtime.compilations
 
     def check(self, op: str = "") -> None:
-        """Raise the first fault of any of this provider's kernels. Does not synchronise: it says what is known by now."""
+        """Raise the first fault of any of this provider's kernels. Does not synchronise: it says what is known by
+        now."""
         fault = self.runtime.fault.error(op)
         if fault is not None:
             raise fault
@@ -241,7 +254,8 @@ class TritonTile(GemmProvider):
         return None
 
     def prepare(self, problem: GemmProblem) -> Kernel:
-        """Compile and load every variant that ``problem``'s operands may need (layouts of b; the general one), and reserve tables. Cached."""
+        """Compile and load every variant that ``problem``'s operands may need (layouts of b; the general one), and
+        reserve tables. Cached."""
         reason = self.supports(problem)
         if reason is not None:
             raise Unsupported(reason)
@@ -251,47 +265,46 @@ class TritonTile(GemmProvider):
                 found = self._kernels[problem] = self._prepare(problem)
             return found
 
-    def _prepare(self, problem: GemmProblem) -> Kernel:
+    def variants(self, problem: GemmProblem) -> dict[str, Variant]:
+        """Return what ``prepare(problem)`` compiles, by layout of the operands: "nt" and "nn" (b's unit stride along
+        k, n), "strided"."""
         runtime = self.runtime
         fp8 = problem.dtype in _FP8
         if fp8 and runtime.capability < 89:
-            raise Unsupported(
-                f"fp8 products need capability 8.9 or higher (Ada or Hopper): this device has {runtime.capability / 10}"
-            )
-        if self._tables is None:
-            self._tables = Tables(runtime)
+            found = f"{runtime.capability // 10}.{runtime.capability % 10}"
+            raise Unsupported(f"fp8 products need capability 8.9 or higher (Ada or Hopper): this device has {found}")
         config = self.config or choose(problem, runtime.capability, runtime.shared_nbytes)
         load = "bulk" if runtime.capability >= 90 else "vector"
-        dtype, out_dtype = getattr(torch, problem.dtype), getattr(torch, problem.out_dtype)
+        whole = load == "vector" and problem.k % config.bk == 0
+        flags = problem.polls, problem.bias, problem.addends, problem.scales
+        dtypes = getattr(torch, problem.dtype), getattr(torch, problem.out_dtype)
+        made = {"nt": Variant(*dtypes, load, False, whole, fp8 and self.exact_fp8, *flags, config)}
+        if not fp8:
+            made["nn"] = made["nt"]._replace(b_cols=True)
+            made["strided"] = made["nt"]._replace(load="strided", even_k=False, config=_GENERAL)
+        return made
 
-        def variant(load: str, b_cols: bool, config: TileConfig) -> Loaded:
-            even = load != "strided" and problem.k % config.bk == 0
-            exact = fp8 and self.exact_fp8
-            v = Variant(
-                dtype,
-                out_dtype,
-                load,
-                b_cols,
-                even,
-                exact,
-                problem.polls,
-                problem.bias,
-                problem.addends,
-                problem.scales,
-                config,
-            )
+    def _prepare(self, problem: GemmProblem) -> Kernel:
+        if self._tables is None:
+            self._tables = Tables(self.runtime)
+        kernels = {}
+        for layout, v in self.variants(problem).items():
             if v not in self._variants:
                 kernel, types, constants, aligned = specify(v)
-                self._variants[v] = runtime.compile(
-                    kernel, types, constants, aligned, warps=config.warps, stages=config.stages
+                self._variants[v] = self.runtime.compile(
+                    kernel, types, constants, aligned, warps=v.config.warps, stages=v.config.stages
                 )
-            return self._variants[v]
-
-        kernels = {"nt": (variant(load, False, config), config)}
-        if not fp8:
-            kernels["nn"] = (variant(load, True, config), config)
-            kernels["strided"] = (variant("strided", False, _GENERAL), _GENERAL)
+            kernels[layout] = self._variants[v], v.config
         return Kernel(self, problem, kernels, self._tables, self._calls)
+
+
+class _Bound(NamedTuple):
+    """One launch with everything worked out that stays the same when the same tensors come again."""
+
+    loaded: Loaded
+    table: Table
+    values: dict[str, int]
+    maps: tuple[tuple[str, int, int, int, int, int], ...]
 
 
 class Kernel:
@@ -308,6 +321,7 @@ class Kernel:
         self._provider, self._problem, self._kernels, self._tables = provider, problem, kernels, tables
         self._runtime, self._lock = provider.runtime, lock
         self._dtype, self._out_dtype = getattr(torch, problem.dtype), getattr(torch, problem.out_dtype)
+        self._bound: dict[tuple[Any, ...], list[_Bound]] = {}
 
     @property
     def granularity(self) -> int:
@@ -328,12 +342,49 @@ class Kernel:
             CommTimeout, CommAborted: An earlier kernel met a fault.
         """
         self._provider.check()
+        where = self._runtime.driver.current_stream() if stream is None else stream
+        base = next((slot.value for s in segments for _, slot in (*s.ready, *s.done)), 0)
+        key = tuple(_identity(s, base) for s in segments)
+        with self._lock:
+            bound = self._bound.get(key)
+            if bound is None:
+                if len(self._bound) >= _BOUND:
+                    self._bound.clear()
+                bound = self._bound[key] = self._bind(segments, base)
+            for launch in bound:
+                self._launch(launch, base, where, sm_limit, epoch)
+
+    def _launch(self, bound: _Bound, base: int, stream: int, sm_limit: int, epoch: int) -> None:
+        loaded, table, values, maps = bound
+        runtime = self._runtime
+        values["table"] = self._tables.address(table, stream)
+        values["epoch"] = epoch or self._tables.zero.data_ptr()
+        values["base"], values["timeout_ns"] = base, int(self._provider.timeout_s * 1e9)
+        for entry in maps:
+            loaded.map(runtime.driver, *entry)
+        sms = sm_limit or runtime.sms - (self._provider.reserve_sms if table.slots else 0)
+        grid = max(1, min(table.tiles, sms, runtime.sms))
+        loaded.launch(runtime.driver, grid, stream, [values[x] for x in loaded.names])
+
+    def _bind(self, segments: Sequence[GemmSegment], base: int) -> list[_Bound]:
         for s in segments:
             self._fits(s)
-        where = self._runtime.driver.current_stream() if stream is None else stream
-        with self._lock:
-            for launch in grouped(segments):
-                self._launch(launch, where, sm_limit, epoch)
+        bound = []
+        for launch in grouped(segments):
+            b = launch.frames[0].segments[0].b
+            n, k = b.shape
+            for f in launch.frames:
+                # One row has no stride of its own; no rows have no address, but a map wants one.
+                f.lda, f.ldc = _up(k, 16) if f.lda < 0 else f.lda, _up(n, 8) if f.ldc < 0 else f.ldc
+                f.a, f.out = f.a or b.data_ptr(), f.out or b.data_ptr()
+            name = self._layout(launch)
+            loaded, config = self._kernels[name]
+            table = tabulate(launch, config.bm, -(-n // config.bn), base)
+            if table.tiles or table.slots:
+                values = self._values(launch, name == "nn") | {"seals": int(table.waits)}
+                maps = self._maps(values, name == "nn") if loaded.maps else ()
+                bound.append(_Bound(loaded, table, values, maps))
+        return bound
 
     def _fits(self, s: GemmSegment) -> None:
         p, a, b, out = self._problem, s.a, s.b, s.out
@@ -359,28 +410,6 @@ class Kernel:
                     f"addend {tuple(add.shape)} of {add.dtype}: want {tuple(out.shape)} of {out.dtype}, column stride 1"
                 )
 
-    def _launch(self, launch: Launch, stream: int, sm_limit: int, epoch: int) -> None:
-        runtime, frames = self._runtime, launch.frames
-        some = frames[0].segments[0]
-        n, k = some.b.shape
-        for f in frames:
-            # One row has no stride of its own; no rows have no address, but a map wants one.
-            f.lda, f.ldc = f.lda or _up(k, 16), f.ldc or _up(n, 8)
-            f.a, f.out = f.a or some.b.data_ptr(), f.out or some.b.data_ptr()
-        name = self._layout(launch)
-        loaded, config = self._kernels[name]
-        table = tabulate(launch, config.bm, -(-n // config.bn))
-        if not table.tiles and not table.slots:
-            return
-        values = self._values(launch, name == "nn") | {
-            "table": self._tables.address(table, stream), "epoch": epoch or self._tables.zero.data_ptr(),
-            "seals": int(table.waits), "base": table.base,
-        }  # fmt: skip
-        self._maps(loaded, values, name == "nn")
-        sms = sm_limit or runtime.sms - (self._provider.reserve_sms if table.slots else 0)
-        grid = max(1, min(table.tiles, sms, runtime.sms))
-        loaded.launch(runtime.driver, grid, stream, [values[x] for x in loaded.names])
-
     def _values(self, launch: Launch, b_cols: bool) -> dict[str, int]:
         first, second = launch.frames[0], launch.frames[-1]
         s = first.segments[0]
@@ -399,19 +428,17 @@ class Kernel:
             "ldc1": second.ldc, "a_step": s.a.stride(1), "ldb": s.b.stride(1 if b_cols else 0),
             "b_step": s.b.stride(1), "split": split, "segments": segments,
             "fault": fault.device.data_ptr(), "fault_host": fault.host.data_ptr(),
-            "timeout_ns": int(self._provider.timeout_s * 1e9),
         }  # fmt: skip
 
-    def _maps(self, loaded: Loaded, v: Mapping[str, int], b_cols: bool) -> None:
-        if not loaded.maps:
-            return
-        driver, kind, out_kind = self._runtime.driver, DTYPES[self._dtype][1], DTYPES[self._out_dtype][1]
+    def _maps(self, v: Mapping[str, int], b_cols: bool) -> tuple[tuple[str, int, int, int, int, int], ...]:
+        kind, out_kind = DTYPES[self._dtype][1], DTYPES[self._out_dtype][1]
         size, out_size = self._dtype.itemsize, self._out_dtype.itemsize
-        for i in "01":
-            loaded.map(driver, f"a{i}", kind, v[f"a{i}"], v[f"a{i}_rows"], v["k"], v[f"lda{i}"] * size)
-            loaded.map(driver, f"o{i}", out_kind, v[f"o{i}"], v[f"o{i}_rows"], v["n"], v[f"ldc{i}"] * out_size)
         rows, cols = (v["k"], v["n"]) if b_cols else (v["n"], v["k"])
-        loaded.map(driver, "b", kind, v["b"], rows, cols, v["ldb"] * size)
+        maps = [("b", kind, v["b"], rows, cols, v["ldb"] * size)]
+        for i in "01":
+            maps.append((f"a{i}", kind, v[f"a{i}"], v[f"a{i}_rows"], v["k"], v[f"lda{i}"] * size))
+            maps.append((f"o{i}", out_kind, v[f"o{i}"], v[f"o{i}_rows"], v["n"], v[f"ldc{i}"] * out_size))
+        return tuple(maps)
 
     def _layout(self, launch: Launch) -> str:
         """Name of the variant that serves these operands."""
@@ -435,6 +462,24 @@ class Kernel:
                 "fp8 operands need unit strides along k, and addresses and row strides of 16-byte multiples"
             )
         return "strided"
+
+
+def _identity(s: GemmSegment, base: int) -> tuple[Any, ...]:
+    """All that ``Kernel._bind`` looks at."""
+    key: list[Any] = []
+    for t in (s.a, s.b, s.out):
+        key += (t.data_ptr(), t.shape, t.stride(), t.dtype)
+    key += (s.a.untyped_storage().data_ptr(), s.out.untyped_storage().data_ptr())
+    for row in (s.bias, s.scale_a, s.scale_b, *s.addends):
+        key.append(None if row is None else (row.data_ptr(), row.shape, row.stride(), row.dtype))
+    if s.scale_a is not None:
+        key.append(s.scale_a.untyped_storage().data_ptr())
+    for rank, slot in s.ready:
+        key += (rank, slot.table, slot.word, slot.value - base)
+    key.append(len(s.ready))
+    for rank, slot in s.done:
+        key += (rank, slot.table, slot.word, slot.value - base)
+    return tuple(key)
 
 
 def _row(what: str, row: Tensor | None, counts: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ show). ``candidates`` and ``default_knobs`` say what may be chosen and what is c
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 
 from ..errors import PlanError
@@ -40,10 +41,12 @@ _FLAGS = {
 _READ_PEERS = {"pull", "direct", "one_shot_pull", "two_shot_pull", "two_shot_direct"}
 _POLLING = {"all_gather_matmul": {"push", "pull", "collective"}}
 
+_MAX_LANES = 16
 #: Below this many bytes for one peer, a second lane costs more than it hides.
 _TINY_NBYTES = 64 << 10
 #: A chunk that a host's copy thread moves at full speed.
 _CHUNK_NBYTES = 2 << 20
+_CHUNK_COUNTS = (1, 2, 4, 8, 16, 32)
 #: All-reduces up to this size send everything to everyone.
 _ONE_SHOT_NBYTES = 256 << 10
 
@@ -62,9 +65,6 @@ def supports(problem: Problem, caps: PlanCaps, knobs: Knobs) -> str | None:
     if knobs.polls and knobs.schedule not in _POLLING.get(problem.op, ()):
         return f"schedule {knobs.schedule!r} of {problem.op} has no polling form"
     return _lacks(problem, caps, knobs.schedule)
-
-
-_MAX_LANES = 16
 
 
 def _malformed(problem: Problem) -> str | None:
@@ -95,11 +95,13 @@ def _malformed(problem: Problem) -> str | None:
 
 
 def _lacks(problem: Problem, caps: PlanCaps, schedule: str) -> str | None:
-    """What the transport lacks for the schedule."""
+    """What the transport lacks for the schedule; a single rank needs none and has one plan."""
+    if problem.size == 1:
+        return None
     if schedule == "collective":
         return None if caps.collective else "the transport has no collectives"
     if schedule == "sequence":
-        return None if caps.one_sided or caps.collective or problem.size == 1 else "the transport has no role"
+        return None if caps.one_sided or caps.collective else "the transport has no role"
     if not caps.one_sided:
         return "the transport is not one-sided"
     if schedule in _READ_PEERS and not caps.peer_view:
@@ -108,25 +110,23 @@ def _lacks(problem: Problem, caps: PlanCaps, schedule: str) -> str | None:
 
 
 def candidates(problem: Problem, caps: PlanCaps) -> list[Knobs]:
-    """Return all knobs worth trying: every legal schedule, in forms and chunk counts that differ for this problem."""
-    found: list[Knobs] = []
-    most = max(problem.rows, default=0) * max(problem.blocks, 1)
-    for schedule in SCHEDULES.get(problem.op, ()):
-        counts = [1] if schedule == "sequence" else [c for c in (1, 2, 4, 8, 16, 32) if c == 1 or c <= most]
-        lanes = (0,) if schedule == "sequence" else (0, 1, 2)
-        for chunks in counts:
-            for lane in lanes:
-                for polls in (False, True):
-                    knobs = Knobs(schedule, chunks, lane, polls)
-                    if supports(problem, caps, knobs) is None:
-                        found.append(knobs)
-    return found
+    """Return all knobs worth trying: every legal schedule, in forms and chunk counts whose plans differ."""
+    if problem.size == 1:
+        return [default_knobs(problem, caps)]
+    found: dict[Program, Knobs] = {}
+    forms = itertools.product(SCHEDULES.get(problem.op, ()), _CHUNK_COUNTS, (0, 1, 2), (False, True))
+    for schedule, chunks, lanes, polls in forms:
+        knobs = Knobs(schedule, chunks, lanes, polls)
+        overlaps = schedule != "sequence" or (chunks, lanes) == (1, 0)
+        if overlaps and supports(problem, caps, knobs) is None:
+            found.setdefault(program(problem, 0, caps, knobs), knobs)
+    return list(found.values())
 
 
 def default_knobs(problem: Problem, caps: PlanCaps) -> Knobs:
     """Return the knobs used when none are given and none were measured. A rule by bytes:
 
-    * one rank: nothing travels, ``sequence``;
+    * one rank: nothing travels, the first schedule in its one form;
     * transports with collectives only: ``collective``;
     * with peer views, ranks read each other's memory (``pull``; all-reduces ``one_shot_pull`` while small); else
       they put (``push``, ``one_shot``, ``two_shot``);
@@ -139,9 +139,8 @@ def default_knobs(problem: Problem, caps: PlanCaps) -> Knobs:
     schedule = _default_schedule(problem, caps)
     nbytes = _peer_nbytes(problem)
     chunks = max(1, min(8, nbytes // _CHUNK_NBYTES))
-    knobs = Knobs(schedule, chunks, lanes=1) if nbytes >= _TINY_NBYTES else Knobs(schedule, 1, lanes=0)
-    if schedule == "sequence":
-        knobs = Knobs(schedule, 1, lanes=0)
+    moves = problem.size > 1 and nbytes >= _TINY_NBYTES
+    knobs = Knobs(schedule, chunks, lanes=1) if moves else Knobs(schedule, 1, lanes=0)
     if (reason := supports(problem, caps, knobs)) is not None:
         raise PlanError(f"no schedule for {problem}: {reason}")
     return knobs
@@ -149,8 +148,8 @@ def default_knobs(problem: Problem, caps: PlanCaps) -> Knobs:
 
 def _default_schedule(problem: Problem, caps: PlanCaps) -> str:
     op = problem.op
-    if problem.size == 1 and "sequence" in SCHEDULES.get(op, ()):
-        return "sequence"
+    if problem.size == 1:
+        return next(iter(SCHEDULES.get(op, ("",))))
     if not caps.one_sided:
         return "collective"
     reads = caps.peer_view

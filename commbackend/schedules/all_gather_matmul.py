@@ -31,7 +31,7 @@ def _declare(d: Draft) -> Gather:
 
 
 def _planner(build: Callable[[Draft, Gather], None]) -> Callable[[Draft], None]:
-    return lambda d: build(d, _declare(d))
+    return lambda d: (build if d.size > 1 else gather_side.sequence)(d, _declare(d))
 
 
 SCHEDULES = {

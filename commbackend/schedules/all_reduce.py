@@ -91,13 +91,17 @@ def _sequence(d: Draft, p: Partial, out: str, between: Between = nothing) -> Non
         _collective(d, p, out, between, reduce_side.sequence)
 
 
+def _or_alone(build: Callable[..., None]) -> Callable[..., None]:
+    return lambda d, *args: (build if d.size > 1 else reduce_side.alone)(d, *args)
+
+
 #: Name -> builder(draft, partial, output, between).
 BUILDERS: dict[str, Callable[..., None]] = {
-    "one_shot": _one_shot,
-    "one_shot_pull": _one_shot_pull,
-    "two_shot": _two_shot,
-    "two_shot_direct": _two_shot_reading(reduce_side.direct),
-    "two_shot_pull": _two_shot_reading(reduce_side.pull),
-    "collective": _collective,
-    "sequence": _sequence,
+    "one_shot": _or_alone(_one_shot),
+    "one_shot_pull": _or_alone(_one_shot_pull),
+    "two_shot": _or_alone(_two_shot),
+    "two_shot_direct": _or_alone(_two_shot_reading(reduce_side.direct)),
+    "two_shot_pull": _or_alone(_two_shot_reading(reduce_side.pull)),
+    "collective": _or_alone(_collective),
+    "sequence": _or_alone(_sequence),
 }

@@ -16,7 +16,7 @@ def _all_gather(build: Callable[[Draft, Gather], None]) -> Callable[[Draft], Non
     def planner(d: Draft) -> None:
         d.inputs(("x", d.shards.held(d.rank), d.problem.k))
         d.outputs(("out", d.shards.gathered_rows, d.problem.k))
-        build(d, Gather(d.problem.k, out="out"))
+        (build if d.size > 1 else gather_side.sequence)(d, Gather(d.problem.k, out="out"))
 
     return planner
 
@@ -25,7 +25,10 @@ def _reduce_scatter(build: Callable[..., None]) -> Callable[[Draft], None]:
     def planner(d: Draft) -> None:
         d.inputs(("x", d.shards.gathered_rows, d.problem.k))
         d.outputs(("out", d.shards.held(d.rank), d.problem.k))
-        build(d, Partial(d.problem.k), d.shards.packed("out", d.rank))
+        if d.size == 1:
+            reduce_side.alone(d, Partial(d.problem.k), "out")
+        else:
+            build(d, Partial(d.problem.k), d.shards.packed("out", d.rank))
 
     return planner
 

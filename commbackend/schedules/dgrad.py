@@ -65,10 +65,14 @@ def _reduce_scatter(build: Callable[..., None]) -> Callable[[Draft], None]:
             finish = lambda: _wgrad(d, "gathered")  # noqa: E731
         elif "wgrad" in flags:
             d.inputs(("x", d.shards.held(d.rank), d.problem.k))
+            finish = lambda: _wgrad(d, "x")  # noqa: E731 - one rank's x is the gathered one
+        if "wgrad" in flags and "saved" not in flags and d.size > 1:
             by_collective = build is reduce_side.collective or not d.caps.one_sided
             finish = _gather_by_collective(d) if by_collective else _gather_by_puts(d)
         if partial is None:
             finish()
+        elif d.size == 1:
+            reduce_side.alone(d, partial, "dx", finish)
         else:
             build(d, partial, d.shards.packed("dx", d.rank), finish)
 

@@ -76,6 +76,10 @@ class Draft:
         """All of a buffer."""
         return Region(buf, 0, self._buffers[buf].rows)
 
+    def space(self, buf: str) -> str:
+        """Where a buffer lies."""
+        return self._buffers[buf].space
+
     def cols(self, buf: str) -> int:
         """Columns of a buffer."""
         return self._buffers[buf].cols

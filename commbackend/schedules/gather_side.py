@@ -217,10 +217,11 @@ def sequence(d: Draft, g: Gather) -> None:
     """Gather everything, then one product: nothing overlaps. For calls so small that a second launch costs more."""
     shards = d.shards
     done: list[int | None] = []
+    everything = Piece(0, 1, 0, shards.gathered_rows)
     if d.size == 1:
         whole = "x"
         if g.out:
-            d.move(0, shards.packed("x", 0), shards.gathered(g.out, 0), shards.whole(0))
+            d.move(0, Layout(whole, 0, 1), Layout(g.out, 0, 1), everything)
     elif d.caps.one_sided:
         whole = d.buffer("gathered.heap", "heap", shards.gathered_rows, g.cols)
         stored = move_shards(d, whole)
@@ -229,13 +230,11 @@ def sequence(d: Draft, g: Gather) -> None:
         done = [stored]
         await_shards(d, whole)
         if g.out:
-            everything = Piece(0, 1, 0, shards.gathered_rows)
             d.move(0, Layout(whole, 0, 1), Layout(g.out, 0, 1), everything, done)
     else:
         whole = g.out or d.buffer("gathered.scratch", "scratch", shards.gathered_rows, g.cols)
         done = [collective_round(d, whole, chunk) for chunk in range(shards.rounds)]
     for p in g.products:
-        everything = Piece(0, 1, 0, shards.gathered_rows)
         d.gemm(d.rows_product(everything, Layout(whole, 0, 1), p.weight, Layout(p.out, 0, 1), bias=p.bias), after=done)
     if g.wgrad:
         y, dw = g.wgrad

@@ -19,7 +19,10 @@ def _planner(build: Callable[..., None]) -> Callable[[Draft], None]:
             d.inputs(("bias0", 1, n))
         d.outputs(("out0", d.shards.held(d.rank), n))
         partial = Partial(n, (("x", "w0"),), bias="bias0" if p.bias else None)
-        build(d, partial, d.shards.packed("out0", d.rank))
+        if d.size == 1:
+            reduce_side.alone(d, partial, "out0")
+        else:
+            build(d, partial, d.shards.packed("out0", d.rank))
 
     return planner
 

@@ -6,7 +6,7 @@ on arrival nor on the schedule. Chunks are made peers' first, in rotated order, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..plan import Region, data_slot
@@ -17,6 +17,7 @@ __all__ = [
     "Between",
     "Partial",
     "Reduced",
+    "alone",
     "collective",
     "direct",
     "nothing",
@@ -64,23 +65,30 @@ def _make(
     piece: Piece,
     rows: Callable[[str], Layout],
     out: Layout,
-    after: Iterable[int | None] = (),
+    after: Sequence[int | None] = (),
     lane: int = 0,
+    bias: str | None = None,
 ) -> int | None:
     """Store ``piece`` of the partial in ``out``; ``rows`` says where the same rows of an operand lie."""
-    after = tuple(after)
     if not p.terms:
         return d.move(lane, rows("x"), out, piece, after)
-    sums = out
-    if out.at >= 0 and len(p.terms) > 1:
-        # Terms add up in private memory; only the last one writes to the peer.
+    sums, final = out, len(p.terms) - 1
+    if final and (out.at >= 0 or d.space(out.buf) == "output"):
+        # Terms add up in private memory; only the last one writes to a peer or to the caller.
         sums = Layout(d.buffer("terms.scratch", "scratch", d.shards.longest, p.cols), 0, out.stride)
     last: int | None = None
     for i, (a, b) in enumerate(p.terms):
-        target = out if i == len(p.terms) - 1 else sums
-        segments = d.rows_product(piece, rows(a), b, target, addends=(sums,) if i else ())
+        target, row = (out, bias) if i == final else (sums, None)
+        segments = d.rows_product(piece, rows(a), b, target, bias=row, addends=(sums,) if i else ())
         last = d.gemm(segments, p.form, after)
     return last
+
+
+def alone(d: Draft, p: Partial, out: str, between: Between = nothing) -> None:
+    """One rank's reduction: its partial, bias and all, is the result."""
+    everything = Piece(0, 1, 0, d.shards.gathered_rows)
+    _make(d, p, everything, _rows_of, _rows_of(out), bias=p.bias)
+    between()
 
 
 def _gathered(d: Draft, rank: int) -> Callable[[str], Layout]:
@@ -92,7 +100,7 @@ def _part(d: Draft, buf: str, owner: int, sender: int) -> Layout:
     return d.shards.packed(buf, owner, d.shards.longest * (sender - (sender > owner)))
 
 
-def _outgoing(d: Draft) -> Iterable[tuple[int, int, int, Piece]]:
+def _outgoing(d: Draft) -> Iterator[tuple[int, int, int, Piece]]:
     """Peers' chunks in the order in which they are made, as (i, peer, chunk, piece)."""
     for chunk in range(d.shards.rounds):
         for i, peer in enumerate(d.targets):
@@ -142,11 +150,10 @@ def push(d: Draft, p: Partial, dst: Layout, between: Between = nothing, reduced:
     """Each chunk is made in private memory, then put to its owner on a copy lane."""
     heap, parts = _parts_heap(d, p)
     credit = d.credits(d.copy_lane())
-    sent, needs = "x", list[int | None]()
-    if p.terms:
-        sent = d.buffer("sent.scratch", "scratch", d.shards.gathered_rows, p.cols)
-    if d.caps.source != "any":
-        sent, needs = d.buffer("sent.heap", "heap", d.shards.gathered_rows, p.cols), [credit]
+    sent, space = "x", "scratch" if d.caps.source == "any" else "heap"
+    if p.terms or space == "heap":
+        sent = d.buffer(f"sent.{space}", space, d.shards.gathered_rows, p.cols)
+    needs = (credit,) if space == "heap" else ()
     for i, peer, chunk, piece in _outgoing(d):
         lane, made = d.copy_lane(i), None
         src = _outbox(d, sent, peer)

@@ -54,7 +54,7 @@ class GemmSuite:
         return made
 
     def slots(self, words: int) -> tuple[SlotTable, Callable[[int, int], None]]:
-        """A table that kernels of this process poll and raise, and a function (word, value) that raises a word of it."""
+        """A table that kernels of this process poll and raise, and a function (word, value) that raises a word."""
         raise pytest.skip.Exception("this suite was given no slots to poll: override GemmSuite.slots")
 
     @property

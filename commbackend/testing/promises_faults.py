@@ -17,7 +17,7 @@ from ..errors import CommAborted, CommBackendError, CommTimeout, PeerDied
 from .harness import Harness, keep
 
 # A wait may overrun its deadline by a tenth, and by what a busy machine needs to schedule a thread.
-_SCHEDULING_S = 0.2
+_SCHEDULING_S = 0.5
 # A deadline that is not the reason why something ends.
 _LONG_S = 6.0
 

@@ -39,7 +39,9 @@ class RankError(AssertionError):
 def _server() -> Any:
     """The context whose server forks ranks; it has the slow imports behind it, and ends with this process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "commbackend.testing.harness", "commbackend.transports.shm"])
+    context.set_forkserver_preload(
+        ["torch.distributed", "commbackend.testing.harness", "pytest", "commbackend.transports.shm"]
+    )
     return context
 
 

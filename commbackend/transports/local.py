@@ -347,6 +347,10 @@ class LocalTransport(OneSided, Collective):
             mine.pop(seq - 4, None)
             self._fabric.news.notify_all()
 
+    def peek(self, peer: int, seq: int) -> bytes | None:
+        with self._fabric.news:
+            return self._fabric.records[peer].get(seq)
+
     def _record(self, peer: int, seq: int, deadline: float) -> bytes:
         self._verb()
         start = time.monotonic()

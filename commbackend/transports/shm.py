@@ -192,6 +192,9 @@ class ShmTransport(OneSided):
     def _post(self, seq: int, record: bytes) -> None:
         self._boarded.post(seq, record)
 
+    def peek(self, peer: int, seq: int) -> bytes | None:
+        return None if self._board is None else self._board.record(peer, seq)
+
     def _record(self, peer: int, seq: int, deadline: float) -> bytes:
         word, value = self._boarded.posted(seq)
         self.wait(peer, Slot(self._boarded.words, word, value), deadline=deadline)
@@ -226,7 +229,9 @@ class ShmTransport(OneSided):
             text = f"rank {peer} died: its process ended while rank {self.rank} was in "
             text += f"{self.op} (call {self.seq})" if self.op else "no call"
             fault = PeerDied(text, rank=peer, op=self.op, seq=self.seq)
-        self.fail(fault)
+        if self._fault is None:
+            # Pass it on: peers must not take this rank, which may leave at once, for the one that died.
+            self._broke(fault)
 
     def _broke(self, cause: CommBackendError) -> CommBackendError:
         """As ``abort``, also while closing."""
@@ -239,6 +244,8 @@ class ShmTransport(OneSided):
             self._link.interrupt(self._fault)
 
     def _tell(self, fault: CommBackendError) -> None:
+        if os.getpid() != self._pid:
+            return  # a fork has the parent's box mapped, and the parent is fine
         packed = pack_fault(fault)
         if self._board is not None:
             self._board.show_fault(packed)
@@ -249,6 +256,8 @@ class ShmTransport(OneSided):
             if self._fault is None:
                 self._barrier(time.monotonic() + timeout_s)
         finally:
+            if self._fault is not None:
+                self._tell(self._fault)
             self._link.close(goodbye=self._fault is None)
             for held in self._held:
                 held.drop(self._fault is None)

@@ -5,8 +5,9 @@ group's store. gloo moves bytes between pairs of ranks, so that every error and 
 carries records, barriers and the news of faults for nccl, whose data stay on the GPU.
 
 A blocked gloo wait cannot be cancelled, but it ends when its pair of sockets closes, and a receive that times out
-closes its pair: that is how ``abort`` ends waits. The cause is published in the store first, where peers that find
-their sockets closed look for it before they call it a death.
+closes its pair: that is how ``abort`` and deadlines end waits. The cause is published in the store first, where peers
+that find their sockets closed look for it before they call it a death. One thread a peer waits for its goodbye, so that
+a death is noticed by all, also by those that wait for somebody else.
 """
 
 from __future__ import annotations
@@ -49,14 +50,15 @@ log = logging.getLogger("commbackend")
 _RECORD = struct.Struct("<qI")
 #: How many records of this rank stay readable; the contract wants two.
 _KEPT_RECORDS = 8
-#: How often the watch thread looks for the news of a fault while a wait is blocked.
+#: How often the watch thread looks for waits that are late.
 _TICK_S = 0.05
 #: Longest message of one send, so that no 32-bit count is met on the way.
 _PIECE_NBYTES = 1 << 30
-#: Tags: even ones move data, odd ones records; this one breaks a pair and is never sent.
+#: Tags: even ones move data, odd ones records; the last two say goodbye and, never sent, break a pair.
 _BREAK_TAG = (1 << 31) - 1
+_BYE_TAG = _BREAK_TAG - 1
 _PROOF_NBYTES = 4096
-_NO_TIME = timedelta(milliseconds=1)
+_NO_TIME, _FOR_EVER = timedelta(milliseconds=1), timedelta(days=365)
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ class _Blocked:
     start: float
     deadline: float
     warned: bool = False
+    expired: bool = False
 
 
 @dataclass(slots=True)
@@ -90,7 +93,11 @@ class _TorchTransport(Collective):
         self._record_lock = threading.Lock()
         self._blocked: dict[int, _Blocked] = {}
         self._bell = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name=f"commbackend-{self.name}-{self.rank}", daemon=True)
+        self._left = False
+        self._threads = [threading.Thread(target=self._watch, name=f"commbackend-{self.name}", daemon=True)]
+        for p in self._peers():
+            name = f"commbackend-{self.name}-{p}"
+            self._threads.append(threading.Thread(target=self._attend, args=(p,), name=name, daemon=True))
 
     # -- joining
     # ----------------------------------------------------------------------------------------------------------
@@ -110,7 +117,8 @@ class _TorchTransport(Collective):
         try:
             control = _gloo(store, group, len(set(hosts)) <= 1, str(options.get("interface") or ""))
             transport = cls(group, control, store)
-            transport._watcher.start()
+            for thread in transport._threads:
+                thread.start()
             transport._prove(group.token)
             transport._join(store, device)
         except (CommBackendError, RuntimeError, OSError) as e:
@@ -146,7 +154,7 @@ class _TorchTransport(Collective):
         """Move ``srcs[p]`` to peer p and ``dsts[p]`` from it: flat uint8 CPU tensors, sizes agreed; empty ones are
         skipped. Raises the transport's fault.
         """
-        tag = next(self._tags) % _BREAK_TAG
+        tag = next(self._tags) % _BYE_TAG
         works: list[tuple[int, Work]] = []
         try:
             for step in range(1, self.size):  # every rank starts with another peer
@@ -156,49 +164,51 @@ class _TorchTransport(Collective):
                 peer = (self.rank + step) % self.size
                 works += [(peer, self._control.send([part], peer, tag)) for part in _pieces(srcs[peer])]
         except RuntimeError as e:  # that pair is closed
-            raise self._explain(e, peer, time.monotonic(), deadline) from e
+            raise self._explain(e, peer) from e
         dsts[self.rank].copy_(srcs[self.rank])
         self._finish(works, deadline)
 
     def _finish(self, works: Sequence[tuple[int, Work]], deadline: float) -> None:
-        """Wait for all ``works``; the fault of the first that fails is raised, a timeout naming all late peers."""
-        start = time.monotonic()
-        mine = self._blocked[threading.get_ident()] = _Blocked(-1, start, deadline)
+        """Wait for all ``works``. Raises the fault of the first that fails; a timeout names all peers that are late."""
+        mine = self._blocked[threading.get_ident()] = _Blocked(-1, time.monotonic(), deadline)
         try:
             for i, (peer, work) in enumerate(works):
                 mine.peer = peer
-                left = timedelta(seconds=deadline - time.monotonic())
                 try:
-                    work.wait(max(left, _NO_TIME))
+                    work.wait(_FOR_EVER)  # the watch thread ends it at the deadline
                 except RuntimeError as e:
-                    late = {p for p, w in works[i + 1 :] if _timed_out(e) and not _done(w)} | {peer}
-                    raise self._explain(e, peer, start, deadline, sorted(late)) from e
+                    if not mine.expired:
+                        raise self._explain(e, peer) from e
+                    late = {p for p, w in works[i + 1 :] if not _done(w)} | {peer}
+                    fault = self._late(mine, sorted(late))
+                    self.abort(str(fault), fault)
+                    raise self._fault or fault from e
         finally:
             del self._blocked[threading.get_ident()]
         if self._fault is not None:  # what came may be the debris of an aborted call
             raise self._fault
 
-    def _explain(
-        self, error: RuntimeError, peer: int, start: float, deadline: float, late: Sequence[int] = ()
-    ) -> CommBackendError:
+    def _late(self, wait: _Blocked, late: Sequence[int]) -> CommTimeout:
+        took_s = time.monotonic() - wait.start
+        message = f"{self._here()} has waited {took_s:.3f} s for rank {', '.join(map(str, late))} ({self.name})"
+        return CommTimeout(message, rank=late[0], op=self.op, seq=self.seq, waiting_for=late)
+
+    def _here(self) -> str:
+        return f"rank {self.rank} in {self.op or 'a call'} (call {self.seq})"
+
+    def _explain(self, error: RuntimeError, peer: int) -> CommBackendError:
         """Turn what a backend raised into the transport's fault, and return that. The only place that maps errors."""
         told = self._fault or self._news()
         if told is not None:
             return self.fail(told)
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        where = f"rank {self.rank} in {self.op or 'a call'} (call {self.seq})"
-        about: dict[str, Any] = dict(rank=peer, op=self.op, seq=self.seq)
         cause: CommBackendError
-        if _timed_out(error):
-            ranks = ", ".join(map(str, late or [peer]))
-            message = f"{where} has waited {time.monotonic() - start:.3f} s for rank {ranks} ({self.name})"
-            cause = CommTimeout(message, waiting_for=late, **about)
-        elif any(w in text.lower() for w in ("closed by peer", "reset by peer", "broken pipe", "pair closure")):
-            message = f"{where}: rank {peer} has ended or left: its connection is closed ({self.name}: {text})"
-            cause = PeerDied(message, **about)
+        if any(w in text.lower() for w in ("closed by peer", "reset by peer", "broken pipe")):
+            message = f"{self._here()}: rank {peer} has ended or left: its connection is closed ({self.name}: {text})"
+            cause = PeerDied(message, rank=peer, op=self.op, seq=self.seq)
         else:
-            message = f"{where}: {self.name} failed with rank {peer}: {text}"
-            cause = CommAborted(message, **about)
+            message = f"{self._here()}: {self.name} failed with rank {peer}: {text}"
+            cause = CommAborted(message, rank=peer, op=self.op, seq=self.seq)
         self.abort(message, cause)
         return self._fault or cause
 
@@ -211,8 +221,7 @@ class _TorchTransport(Collective):
         try:
             call.sends = [self._control.send([call.own], p, _record_tag(seq)) for p in self._peers()]
         except RuntimeError as e:
-            now = time.monotonic()
-            raise self._explain(e, -1, now, now) from e
+            raise self._explain(e, -1) from e
 
     def _record(self, peer: int, seq: int, deadline: float) -> bytes:
         call = self._call(seq)
@@ -238,8 +247,7 @@ class _TorchTransport(Collective):
                 try:
                     receives = {p: self._control.recv([heard[p]], p, _record_tag(seq)) for p in self._peers()}
                 except RuntimeError as e:
-                    now = time.monotonic()
-                    raise self._explain(e, -1, now, now) from e
+                    raise self._explain(e, -1) from e
                 call = self._records[seq] = _Records(torch.zeros(nbytes, dtype=torch.uint8), heard, receives)
                 while len(self._records) > _KEPT_RECORDS:
                     self._records.pop(min(self._records))
@@ -262,54 +270,85 @@ class _TorchTransport(Collective):
             return None  # the store is gone with its server; that a socket closed is then all there is to say
 
     def _release(self) -> None:
-        fault = self._fault
+        if self._fault is not None:
+            self._publish(self._fault)
+        self._bell.set()
+
+    def _publish(self, fault: CommBackendError) -> None:
+        """Tell all ranks why their sockets are going to close, unless somebody has told them already."""
         try:
-            if fault is not None and not self._notes.check(["fault"]):
+            if not self._notes.check(["fault"]):
                 self._notes.set("fault", pack_fault(fault))  # type: ignore[arg-type]
         except RuntimeError:
             log.debug("commbackend: rank %d cannot publish its fault: the store is gone", self.rank)
-        self._bell.set()
+
+    def _attend(self, peer: int) -> None:
+        """Body of a thread: notice when the connection to ``peer`` ends without its goodbye."""
+        try:
+            self._control.recv([torch.empty(1, dtype=torch.uint8)], peer, _BYE_TAG).wait(_FOR_EVER)
+        except RuntimeError as e:
+            # "Pair closure": this rank cuts the connection, because of a fault that is being reported elsewhere.
+            if self._fault is None and not self._left and "pair closure" not in str(e):
+                self._explain(e, peer)
 
     def _watch(self) -> None:
-        """Body of the watch thread: warn of late peers, hear of faults, end blocked waits."""
-        while not self._bell.wait(_TICK_S):
+        """Body of the watch thread: warn of late peers, keep deadlines, and end all blocked waits after a fault."""
+        pause_s = _TICK_S
+        while not self._bell.wait(pause_s):
             now = time.monotonic()
-            for wait in list(self._blocked.values()):
-                if not wait.warned and now > wait.start + max((wait.deadline - wait.start) / 10, _TICK_S):
+            waits = list(self._blocked.values())
+            for wait in waits:
+                if now >= wait.deadline and not wait.expired:
+                    wait.expired = True
+                    self._publish(self._late(wait, [wait.peer]))
+                    self._cut([wait.peer])
+                elif not wait.warned and now > wait.start + max((wait.deadline - wait.start) / 10, _TICK_S):
                     wait.warned = True
                     log.warning(
                         "commbackend: rank %d has waited %.1f s for rank %d in %s (call %d, %s)",
                         self.rank, now - wait.start, wait.peer, self.op or "a call", self.seq, self.name,
                     )  # fmt: skip
-            told = self._news() if self._blocked else None
-            overdue = told or self._overdue(now)
+            overdue = self._overdue(now)
             if overdue is not None:
                 self.abort(str(overdue), overdue)
+            pause_s = min([_TICK_S, *(max(w.deadline - now, 0.001) for w in waits if not w.expired)])
         if self._fault is not None:
-            self._cut()
+            waited = [w.peer for w in list(self._blocked.values())]
+            self._cut(sorted(self._peers(), key=lambda p: (p not in waited, p)))
 
     def _overdue(self, now: float) -> CommBackendError | None:
         """Hook: return the fault of something enqueued whose deadline has passed."""
         return None
 
-    def _cut(self) -> None:
-        """Close every pair of sockets, so that every blocked wait ends; those that are waited for first."""
-        waited = {w.peer for w in list(self._blocked.values())}
-        for peer in sorted(self._peers(), key=lambda p: (p not in waited, p)):
+    def _cut(self, peers: Sequence[int]) -> None:
+        """Close the sockets to ``peers``, so that every wait that is blocked on them ends."""
+        for peer in peers:
             try:
                 self._control.recv([torch.empty(1, dtype=torch.uint8)], peer, _BREAK_TAG).wait(_NO_TIME)
             except RuntimeError:
                 continue  # as intended: the receive timed out, or the pair was closed already
 
     def _close(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         try:
             if self._fault is None:
-                self._barrier(time.monotonic() + timeout_s)
+                self._barrier(deadline)
+                self._goodbye(deadline)
         finally:
+            self._left = True
             self._bell.set()
-            self._watcher.join(timeout=5.0)
+            for thread in self._threads:
+                if thread.ident is not None:  # connecting may have failed before it was started
+                    thread.join(max(deadline - time.monotonic(), 1.0))
             self._records.clear()
             self._control = None
+
+    def _goodbye(self, deadline: float) -> None:
+        bye = torch.zeros(1, dtype=torch.uint8)
+        try:
+            self._finish([(p, self._control.send([bye], p, _BYE_TAG)) for p in self._peers()], deadline)
+        except RuntimeError as e:  # a peer ended after the barrier: there is nobody left to tell
+            log.debug("commbackend: rank %d: goodbye: %s", self.rank, e)
 
 
 class GlooTransport(_TorchTransport):
@@ -372,7 +411,7 @@ class NcclTransport(_TorchTransport):
         nccl = _backend("ProcessGroupNCCL")
         options = nccl.Options()
         # Deadlines are kept by the watch thread here: torch's own watchdog ends the whole process at its timeout.
-        options._timeout = timedelta(days=365)
+        options._timeout = _FOR_EVER
         self._device, self._enqueued = device, collections.deque[tuple[torch.cuda.Event, float]]()
         self._nccl = nccl(PrefixStore("data", store), self.rank, self.size, options)
         with torch.cuda.device(device):
@@ -389,7 +428,7 @@ class NcclTransport(_TorchTransport):
         try:
             call().wait()  # lets the stream wait, not the host
         except RuntimeError as e:
-            raise self._explain(e, -1, start, start) from e
+            raise self._explain(e, -1) from e
         event = torch.cuda.Event()
         event.record()
         while self._enqueued and self._enqueued[0][0].query():
@@ -405,9 +444,9 @@ class NcclTransport(_TorchTransport):
         )
         return CommTimeout(message, op=self.op, seq=self.seq)
 
-    def _cut(self) -> None:
-        super()._cut()
-        if self._nccl is not None:
+    def _cut(self, peers: Sequence[int]) -> None:
+        super()._cut(peers)
+        if self._nccl is not None and self._fault is not None:
             self._nccl.abort()
 
     def _close(self, timeout_s: float) -> None:
@@ -496,10 +535,6 @@ def _gloo(store: Store, group: Rendezvous, one_host: bool, interface: str) -> An
     return gloo(store, group.rank, group.size, options)
 
 
-def _timed_out(error: RuntimeError) -> bool:
-    return "timed out" in str(error).lower()
-
-
 def _done(work: Work) -> bool:
     try:
         work.wait(_NO_TIME)
@@ -509,7 +544,7 @@ def _done(work: Work) -> bool:
 
 
 def _record_tag(seq: int) -> int:
-    return (2 * seq + 1) % (_BREAK_TAG - 1)
+    return (2 * seq + 1) % _BYE_TAG
 
 
 def _plain(tensor: Tensor) -> bool:

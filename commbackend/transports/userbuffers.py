@@ -127,8 +127,8 @@ class UserbuffersTransport(OneSided):
 
         def start() -> bytes:
             self._driver = driver = self.open_driver(self.device, self.rank)
-            driver.open()
             undo.callback(driver.close)
+            driver.open()
             _require(driver)
             vmm = all(driver.attribute(a) for a in _VMM) and not self._options["ipc"]
             return driver.uuid() + bytes((vmm, multicast and driver.attribute("MULTICAST_SUPPORTED") > 0))
@@ -177,14 +177,14 @@ class UserbuffersTransport(OneSided):
             self._kernels = Kernels(driver)
             self._undo.callback(self._kernels.close)
             self._kernels.load(self.status + _SCRATCH, stream)
-            while not driver.idle(stream):
-                if time.monotonic() > deadline:
-                    raise Unavailable("the GPU does not finish one launch of each kernel before the deadline")
-                time.sleep(1e-4)
         finally:
+            # Also when something failed: memory is not unmapped under work that still runs.
+            idle = driver.settle(stream, deadline - time.monotonic())
             driver.stream_destroy(stream)
+        if not idle:
+            raise Unavailable("the GPU does not finish one launch of each kernel before the deadline")
         period_s = min(0.25, max(self.timeout_s / 40, 0.005))
-        self._watch = Watch(self, driver, self.status, self.status + _POISON_AT, period_s)
+        self._watch = Watch(self, driver, self._page.bases, self.status + _POISON_AT, period_s)
         self._undo.callback(self._watch.stop)
         self.waits = self._options["waits"]
         if self.waits == "auto":
@@ -264,7 +264,7 @@ class UserbuffersTransport(OneSided):
         def zero() -> None:
             if nbytes > 0:
                 self._driver.fill(address, 0, nbytes, self._watch.stream)
-                if not self._watch.settle(self._watch.stream, min(self.timeout_s, 30.0)):
+                if not self._driver.settle(self._watch.stream, min(self.timeout_s, 30.0)):
                     raise Unavailable(f"filling {nbytes} bytes has not ended in time")
 
         together(self._link, "zeroing new memory", zero, deadline)
@@ -399,22 +399,25 @@ class UserbuffersTransport(OneSided):
         """Enqueue: add one to the 64-bit device word at ``address``."""
         self._kernels.advance(address, stream)
 
-    def guard(self, tensor: Tensor, stream: int) -> None:
-        """Enqueue: fill ``tensor`` with NaN if the transport has failed by then.
-
-        Args:
-            tensor: Of a floating point type, unit stride in the last dimension.
-        """
-        stride = tensor.stride()
-        plan = moves(tuple(tensor.shape), stride, stride, tensor.element_size()) if tensor.numel() else ()
+    def guard(self, tensor: Tensor, stream: int | None) -> None:
+        if not tensor.numel():
+            return
+        # Which element is which does not matter here: the dimension of the smallest stride is the row.
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        shape, stride = tuple(tensor.shape[d] for d in order), tuple(tensor.stride(d) for d in order)
+        plan = moves(shape, stride, stride, tensor.element_size())
         if plan is None:
-            raise ShapeError(f"guard of shape {tuple(tensor.shape)}, stride {stride}: rows must be contiguous")
+            raise ShapeError(f"guard of shape {tuple(tensor.shape)}, stride {tensor.stride()}: rows must be contiguous")
+        stream = self._stream(stream)
         for m in plan:
             self._kernels.guard(tensor.data_ptr() + m.dst, m.dst_pitch, m.row_nbytes, m.rows, self.status, stream)
 
     # -- control ----------------------------------------------------------------------------------------------------
     def _post(self, seq: int, record: bytes) -> None:
         self._board.post(seq, record)
+
+    def peek(self, peer: int, seq: int) -> bytes | None:
+        return self._board.record(peer, seq)
 
     def _record(self, peer: int, seq: int, deadline: float) -> bytes:
         (word, value), words = self._board.posted(seq), self._board.words
@@ -445,11 +448,17 @@ class UserbuffersTransport(OneSided):
             self.fail(fault)
         return self._fault is not None
 
-    def _ready(self) -> None:
-        super()._ready()
-        if self._watch.reported:
+    @property
+    def fault(self) -> CommBackendError | None:
+        """The first fault, also one that a wait kernel has met and nobody has looked at yet."""
+        if self._fault is None and self._watch.reported:
             self.abort(*self._watch.reason())
-            super()._ready()
+        return self._fault
+
+    def _ready(self) -> None:
+        if self._watch.reported and not self.closed:
+            self.abort(*self._watch.reason())
+        super()._ready()
 
     def _hear(self, peer: int, fault: CommBackendError | None) -> None:
         """From the link's thread: a peer has failed, or died. In a forked child: this process must not go on."""
