@@ -7,7 +7,8 @@
 * pairing: every raised word is met by a wait or by segments that poll it, every wait is for a word that is raised;
 * it ends, also in the least free model: all lanes of a rank share one in-order queue and each step completes before
   the next begins. Slots only grow, so a set of programs that ends in one interleaving ends in all of them, and one that
-  ends in this model ends in every freer one; one run decides for every skew of ranks;
+  ends in this model ends in every freer one; one run decides for every skew of ranks. A plan that declares that it
+  needs a queue for every lane is proved in that model instead, and refused where queues are shared;
 * no races: two accesses to the same rows of one rank's buffer, one of them a write, are ordered by lanes, ``after`` and
   slots; nothing is read before it was written; every row of every output is written exactly once;
 * reuse of a heap half: a call's writes are ordered after everything two calls before did there, for every pair of the
@@ -20,7 +21,7 @@ with the number of steps, not with its square.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -35,6 +36,7 @@ from .plan import (
     Get,
     Plan,
     PlanCaps,
+    Program,
     Put,
     Reduce,
     Region,
@@ -47,12 +49,14 @@ from .structure import Structure
 __all__ = ["check"]
 
 
-def check(plans: Sequence[Plan], *, caps: PlanCaps | None = None) -> None:
+def check(plans: Sequence[Plan], *, caps: PlanCaps | None = None, free_queues: bool | None = None) -> None:
     """Prove ``plans`` as the module's head says.
 
     Args:
         plans: Calls that may follow each other on one heap.
         caps: The transport's facts; None: any role may be used.
+        free_queues: The queue model: True: every lane has a queue of its own; False: all lanes of a rank share one;
+            None: shared, except for plans that declare that they need their own where ``caps`` grants them.
     Raises:
         PlanError: The first rule that is broken, naming op, rank, step and region.
     """
@@ -60,7 +64,7 @@ def check(plans: Sequence[Plan], *, caps: PlanCaps | None = None) -> None:
     for plan in plans:
         if not any(plan is other for other in unique):
             unique.append(plan)
-    calls = [_Call(plan, caps) for plan in unique]
+    calls = [_Call(plan, caps, free_queues) for plan in unique]
     for earlier in calls:
         for later in calls:
             _reuse(earlier, later)
@@ -150,16 +154,18 @@ class _Call:
         knowing: owner -> {ranks known to have finished two calls before: a write to the owner's half}.
     """
 
-    def __init__(self, plan: Plan, caps: PlanCaps | None) -> None:
+    def __init__(self, plan: Plan, caps: PlanCaps | None, free_queues: bool | None) -> None:
         self.plan = plan
         Structure(plan, caps).check()
+        if free_queues is None:
+            free_queues = plan.meta.get("queues") == "free" and (caps is None or caps.free_queues)
         steps = [s for p in plan.programs for s in p.steps]
         heap = any(b.space == "heap" for p in plan.programs for b in p.buffers)
         one_sided = heap or any(isinstance(s, Put | Get | Signal | Wait) for s in steps)
         self.credits = plan.size > 1 and (one_sided if caps is None else caps.one_sided)
         self.finishers: dict[int, dict[int, _Event]] = defaultdict(dict)
         self.knowing: dict[int, dict[int, _Event]] = defaultdict(dict)
-        order = _Order(plan)
+        order = _Order(plan, free_queues)
         order.run()
         for (owner, name), accesses in order.accesses.items():
             _sweep(owner, order.buffers[owner][name], accesses)
@@ -208,11 +214,21 @@ class _Call:
                     self.knowing[owner].setdefault(a.event.known, a.event)
 
 
-class _Order:
-    """Runs all ranks in the least free model and follows what happens before what in the freest one."""
+def _queues(program: Program, free: bool) -> list[deque[int]]:
+    """The steps of each queue, in enqueue order: all in one, or one a lane."""
+    queues: dict[int, deque[int]] = defaultdict(deque)
+    for i, step in enumerate(program.steps):
+        queues[step.lane if free else 0].append(i)
+    return list(queues.values())
 
-    def __init__(self, plan: Plan) -> None:
+
+class _Order:
+    """Runs all ranks, by default in the least free model, and follows what happens before what in the freest one."""
+
+    def __init__(self, plan: Plan, free_queues: bool = False) -> None:
         self.plan, self.size = plan, plan.size
+        #: Of every rank, the steps each queue still has to run.
+        self._queues = [_queues(p, free_queues) for p in plan.programs]
         self.buffers = [{b.name: b for b in p.buffers} for p in plan.programs]
         self.accesses: dict[tuple[int, str], list[_Access]] = defaultdict(list)
         self.credits: list[dict[int, _Event]] = [{} for _ in range(self.size)]
@@ -231,12 +247,13 @@ class _Order:
                 lanes[lane] = _Lane(thread, start, 1 << rank)
                 thread += 1
             self.lanes.append(lanes)
-        self._events: list[list[_Event]] = [[] for _ in range(self.size)]
-        self._segments: list[list[_Event]] = [[] for _ in range(self.size)]
+        self._events: list[dict[int, _Event]] = [{} for _ in range(self.size)]
+        self._segments: dict[tuple[int, int], list[_Event]] = defaultdict(list)
         self._raised: dict[tuple[int, int, int], _Event] = {}
         self._met: dict[tuple[int, int, int], _Event] = {}
         self._polled: set[tuple[int, int, int]] = set()
-        self._blocked: dict[tuple[int, int, int], int] = {}
+        #: Word that is not up yet -> (rank, step) that waits for it.
+        self._blocked: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._meetings: dict[int, _Meeting] = defaultdict(_Meeting)
         self._attended = [0] * self.size
         self._ready = list(range(self.size))
@@ -244,39 +261,54 @@ class _Order:
     def run(self) -> None:
         while self._ready:
             self._advance(self._ready.pop())
-        for rank, program in enumerate(self.plan.programs):
-            i = len(self._events[rank])
-            if i < len(program.steps):
-                self._stuck(rank, i, program.steps[i])
+        for rank, queues in enumerate(self._queues):
+            if heads := [queue[0] for queue in queues if queue]:
+                self._stuck(rank, heads)
         for (at, writer, word), event in self._raised.items():
             if (at, writer, word) not in self._met and (at, writer, word) not in self._polled:
                 event.fail(f"raises word {word} of rank {writer} at rank {at}, which nobody there waits for")
 
-    def _stuck(self, rank: int, i: int, step: Step) -> NoReturn:
-        where = f"{self.plan.op}: rank {rank}, step {i} ({type(step).__name__})"
-        key = next((k for k, r in self._blocked.items() if r == rank), None)
-        if key is None:
+    def _stuck(self, rank: int, heads: Sequence[int]) -> NoReturn:
+        """Say which of a rank's next steps, one a queue, never runs, and why."""
+        words = {step: key for key, (r, step) in self._blocked.items() if r == rank}
+        i = next((head for head in heads if head in words), heads[0])
+        what = self.plan.programs[rank].steps[i]
+        where = f"{self.plan.op}: rank {rank}, step {i} ({type(what).__name__})"
+        if i not in words:
             raise PlanError(f"{where}: not all ranks come to this collective")
+        _, writer, word = words[i]
+        shared = len(self._queues[rank]) == 1
         raise PlanError(
-            f"{where}: waits for word {key[2]} of rank {key[1]} for ever: it is not raised, or only by steps that "
-            "come later where lanes share one in-order queue"
+            f"{where}: waits for word {word} of rank {writer} for ever: it is not raised, or only by steps that "
+            + ("come later where lanes share one in-order queue" if shared else "wait for this one themselves")
         )
 
     def _advance(self, rank: int) -> None:
-        """Run steps of ``rank`` until one has to wait."""
-        events, steps = self._events[rank], self.plan.programs[rank].steps
-        while len(events) < len(steps):
-            step = steps[len(events)]
-            lane = self.lanes[rank][step.lane]
-            event = _Event(self.plan.op, rank, len(events), step, lane.thread, lane.pos + 1, lane.clock, lane.known)
-            for j in step.after:
-                self._join(event, events[j])
-            if not self._perform(event):
-                return
-            events.append(event)
-            lane.pos, lane.clock, lane.known = event.pos, event.clock, event.known
-            if not (isinstance(step, Signal) and step.slot == CREDIT):
-                self.last[rank][lane.thread] = event
+        """Run steps of ``rank`` until every queue has to wait."""
+        moved = True
+        while moved:
+            moved = False
+            for queue in self._queues[rank]:
+                while queue and self._run_step(rank, queue[0]):
+                    queue.popleft()
+                    moved = True
+
+    def _run_step(self, rank: int, i: int) -> bool:
+        """Run step ``i``; False if it has to wait."""
+        events, step = self._events[rank], self.plan.programs[rank].steps[i]
+        if any(j not in events for j in step.after):
+            return False
+        lane = self.lanes[rank][step.lane]
+        event = _Event(self.plan.op, rank, i, step, lane.thread, lane.pos + 1, lane.clock, lane.known)
+        for j in step.after:
+            self._join(event, events[j])
+        if not self._perform(event):
+            return False
+        events[i] = event
+        lane.pos, lane.clock, lane.known = event.pos, event.clock, event.known
+        if not (isinstance(step, Signal) and step.slot == CREDIT):
+            self.last[rank][lane.thread] = event
+        return True
 
     @staticmethod
     def _join(event: _Event, other: _Event) -> None:
@@ -319,7 +351,7 @@ class _Order:
         key = (event.rank, writer, word)
         raised = self._raised.get(key)
         if raised is None:
-            self._blocked[key] = event.rank
+            self._blocked[key] = (event.rank, event.step)
             return False
         if polls:
             self._polled.add(key)
@@ -339,11 +371,11 @@ class _Order:
             event.fail(f"raises word {word} at rank {at}, as step {self._raised[key].step} did")
         self._raised[key] = event
         if (waiter := self._blocked.pop(key, None)) is not None:
-            self._ready.append(waiter)
+            self._ready.append(waiter[0])
 
     def _gemm(self, event: _Event, step: Gemm) -> bool:
         """Segments begin in order; each sees what its own ready words tell, and none sees another's result."""
-        done = self._segments[event.rank]
+        done = self._segments[event.rank, event.step]
         while len(done) < len(step.segments):
             segment = step.segments[len(done)]
             part = _Event(event.op, event.rank, event.step, step, event.thread, event.pos, event.clock, event.known)

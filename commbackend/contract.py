@@ -1,36 +1,30 @@
 """The contract between the engine and what it drives: transports (data) and GEMM providers (compute).
 
-This page is all a stranger needs to write a transport; ``docs/write-a-transport.md`` is a complete one in about 120
-lines and
-``commbackend.testing`` holds the suite that proves one. Roles are classes: a transport implements ``OneSided``
-(symmetric memory,
-put, get, signal, wait), ``Collective`` (all_gather, all_to_all, ...), or both. An ability is a role implemented or a
-field of ``Caps``;
-no method exists to throw. Public verbs check their arguments once for all transports and call the ``_verb`` hook that a
-transport writes.
+This page is all a stranger needs to write a transport; ``docs/write-a-transport.md`` is a complete one and
+``commbackend.testing`` holds the suite that proves one. Roles are classes: a transport implements
+``OneSided`` (symmetric memory, put, get, signal, wait), ``Collective`` (all_gather, all_to_all, ...), or both. An
+ability is a role implemented or a field of ``Caps``; no method exists to throw. Public verbs check their arguments once
+for all transports and call the ``_verb`` hook that a transport writes.
 
 Words. *rank*, *size*, *peer* are positions in the communicator's group. A *stream* is None for CPU transports (the verb
-runs in the calling
-thread and its effect is complete when it returns) or a ``cudaStream_t`` as int (the verb is enqueued and never blocks
-the host).
-A *deadline* is a value of ``time.monotonic()``. *Collective* calls are made by all ranks in the same order; all others
-are local.
+runs in the calling thread and its effect is complete when it returns) or a ``cudaStream_t`` as int (the verb is
+enqueued and never blocks the host). A *deadline* is a value of ``time.monotonic()``. *Collective* calls are made by all
+ranks in the same order; all others are local.
 
 Promises (each one is a test of the suite):
 
-* Order: verbs one thread issues on one stream take effect in call order; a put's slot rises only after that put's
-  bytes are visible to the
-  waiter; a signal is ordered after every earlier put of the same stream to the same peer.
+* Order: verbs one thread issues on one stream take effect in call order; a put's slot rises only after that put's bytes
+  are visible to the waiter; a signal is ordered after every earlier put of the same stream to the same peer.
 * Slots: 64-bit, one writer a word, values only grow, a wait is satisfied by >=; ``POISON`` satisfies every wait, and
   the wait then raises the fault.
-* Every wait ends by its deadline with CommTimeout naming the late peer, the value wanted and the value seen; a
-  warning names it after a tenth.
+* Every wait ends by its deadline with CommTimeout naming the late peer, the value wanted and the value seen; a warning
+  names it after a tenth.
 * A peer that dies raises PeerDied on every rank that waits for it. A timeout, a death or an abort never looks like
   success.
 * Faults are sticky: after the first one every verb raises it again until ``close``.
 * ``abort``: any thread, any time, local (it also tells the peers), idempotent, does not block. ``close``: collective
-  with a deadline when healthy,
-  local after a fault; idempotent. Nothing is left behind: no name, descriptor, thread or mapping.
+  with a deadline when healthy, local after a fault; idempotent. Nothing is left behind: no name, descriptor, thread or
+  mapping.
 """
 
 from __future__ import annotations
@@ -88,11 +82,9 @@ class Rendezvous(Protocol):
     @property
     def timeout_s(self) -> float: ...
     @property
-    def token(
-        self,
-    ) -> (
-        bytes
-    ): ...  # 16 random bytes of rank 0, the same on all ranks: names and authenticates this group's private objects
+    def token(self) -> bytes:
+        """16 random bytes of rank 0, the same on all ranks: names and authenticates this group's private objects."""
+        ...
 
     def exchange(self, payload: bytes, *, timeout_s: float | None = None) -> list[bytes]:
         """All-gather of bytes. Collective. Raises CommTimeout naming the ranks that have not come."""
@@ -112,12 +104,14 @@ class Caps:
         one_sided, collective: The roles it implements.
         scope: How far it reaches: "process", "host", "nvlink" or "cluster".
         source: "any": ``put`` reads any tensor on the device; "symmetric": only views of its SymBuffers.
-        numerics: "fixed": it never reduces (commbackend sums in rank order); "library": its reductions use their
-            own order and are chosen only when allowed.
+        numerics: "fixed": it never reduces (commbackend sums in rank order); "library": its reductions use their own
+            order and are chosen only when allowed.
         peer_view: ``Window.at(peer)`` is a tensor that copies and GEMMs may read and write directly.
         multicast: A SymBuffer has an address whose stores reach all ranks.
         device_signal: Kernels may poll and raise slots by pointer.
         stream_ordered: Verbs take a CUDA stream and are enqueued.
+        free_queues: A lane that waits never holds up another lane: threads, or streams that do not share one hardware
+            queue. False where CUDA_DEVICE_MAX_CONNECTIONS=1 or CUDA_LAUNCH_BLOCKING=1 was found.
         graph_capture: Those verbs may be captured in a CUDA graph.
         copy_engine: ``put`` needs no SM.
         abortable: ``abort`` releases waits that are already blocked.
@@ -135,6 +129,7 @@ class Caps:
     multicast: bool = False
     device_signal: bool = False
     stream_ordered: bool = False
+    free_queues: bool = True
     graph_capture: bool = False
     copy_engine: bool = False
     abortable: bool = True
@@ -165,7 +160,7 @@ class SymBuffer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the memory back. Collective when healthy (peers may still be reading), local after a fault; idempotent."""
+        """Give the memory back. Collective when healthy (peers may still read it), local after a fault; idempotent."""
 
     def window(
         self, offset: int, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
@@ -188,7 +183,8 @@ class SymBuffer(ABC):
         last = sum((e - 1) * s for e, s in zip(shape, stride, strict=True)) if all(shape) else -1
         if offset < 0 or offset % dtype.itemsize or offset + (last + 1) * dtype.itemsize > self.nbytes:
             raise ShapeError(
-                f"window of shape {shape}, stride {tuple(stride)}, {dtype} at byte {offset} does not fit a buffer of {self.nbytes} bytes"
+                f"window of shape {shape}, stride {tuple(stride)}, {dtype} at byte {offset} does not fit a buffer of "
+                f"{self.nbytes} bytes"
             )
         return Window(self, offset, shape, tuple(stride), dtype)
 
@@ -233,7 +229,7 @@ class SlotTable(ABC):
 
     @abstractmethod
     def read(self, writer: int, word: int) -> int:
-        """The present value of ``writer``'s word at this rank (for diagnosis and tests; waiting is ``OneSided.wait``)."""
+        """The present value of ``writer``'s word at this rank, for diagnosis and tests: ``OneSided.wait`` waits."""
 
     @abstractmethod
     def close(self) -> None:
@@ -288,7 +284,8 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def connect(cls, group: Rendezvous, device: torch.device, options: Mapping[str, Any]) -> Transport:
-        """Join all ranks of ``group``. Collective; proves reach by moving real bytes between every pair that will use it.
+        """Join all ranks of ``group``. Collective; proves reach by moving real bytes between every pair that will use
+        it.
 
         Args:
             options: Settings of the communicator by name (``config.Config``), and more that a caller gives. A transport
@@ -299,7 +296,6 @@ class Transport(ABC):
         """
 
     # -- agreement: a record of every call, readable by all ranks
-    # --------------------------------------------------------------------
     def post(self, seq: int, record: bytes) -> None:
         """Publish this rank's record of call ``seq`` (at most RECORD_NBYTES bytes). Local, does not wait for peers.
 
@@ -319,7 +315,7 @@ class Transport(ABC):
         return self._record(peer, seq, deadline)
 
     def peek(self, peer: int, seq: int) -> bytes | None:
-        """``peer``'s record of call ``seq`` if it can be read now, else None. Never waits, never fails the transport."""
+        """``peer``'s record of call ``seq`` if it can be read now, else None. Never waits, never fails."""
         return None
 
     def _post(self, seq: int, record: bytes) -> None:
@@ -329,7 +325,7 @@ class Transport(ABC):
         raise Unsupported(f"transport {self.name!r} publishes no records")
 
     def barrier(self, deadline: float) -> None:
-        """Return when all ranks have called it. Collective. Raises CommTimeout naming the late ranks at ``deadline``."""
+        """Return when all ranks have called it. Collective. Raises CommTimeout naming who is late at ``deadline``."""
         self._ready()
         self._barrier(deadline)
 
@@ -337,7 +333,6 @@ class Transport(ABC):
     def _barrier(self, deadline: float) -> None: ...
 
     # -- faults
-    # ----------------------------------------------------------------------------------------------------------------------
     @property
     def fault(self) -> CommBackendError | None:
         """The first fault, or None while healthy. Sticky."""
@@ -371,7 +366,7 @@ class Transport(ABC):
     def _release(self) -> None:  # noqa: B027 - a transport whose waits poll ``self._fault`` needs nothing here
         """Hook: wake waits that are blocked in this process (poison the local words)."""
 
-    def _tell(self, fault: CommBackendError) -> None:  # noqa: B027 - peers of a transport without a side channel find out by deadline
+    def _tell(self, fault: CommBackendError) -> None:  # noqa: B027 - without a side channel: by deadline
         """Hook: tell the peers of ``fault`` without blocking; they ``fail`` with an equal exception.
         ``errors.pack_fault`` is the wire form.
         """
@@ -413,8 +408,8 @@ class OneSided(Transport):
         """Allocate ``nbytes`` (> 0) at every rank, zero-filled. Collective: all ranks pass the same number.
 
         Raises:
-            HeapExhausted: On every rank, naming needed and available bytes and the rank that lacks them; nothing
-                stays allocated.
+            HeapExhausted: On every rank, naming needed and available bytes and the rank that lacks them; nothing stays
+                allocated.
             CollectiveMismatch: Ranks pass different numbers.
         """
         self._ready()
@@ -430,12 +425,13 @@ class OneSided(Transport):
         return self._alloc_slots(words)
 
     def put(self, dst: Window, src: Tensor, peer: int, *, slot: Slot | None = None, stream: int | None = None) -> None:
-        """Copy ``src`` into ``dst`` at ``peer`` (which may be this rank), then raise ``slot`` there. Zero elements: only the slot rises.
+        """Copy ``src`` into ``dst`` at ``peer`` (which may be this rank), then raise ``slot`` there. Zero elements:
+        only the slot rises.
 
         Args:
             src: Same shape and dtype as ``dst``, any strides; on the transport's device. With ``caps.source ==
-                "symmetric"`` a view of ``SymBuffer.local``.
-                It may be reused when the put has completed on ``stream`` (on a CPU: when the call returns).
+                "symmetric"`` a view of ``SymBuffer.local``. It may be reused when the put has completed on ``stream``
+                (on a CPU: when the call returns).
         Raises:
             ShapeError: Shape, dtype or device differ, before a byte moves.
         """
@@ -458,7 +454,8 @@ class OneSided(Transport):
         self._signal(peer, slot, stream)
 
     def wait(self, peer: int, slot: Slot, *, deadline: float, stream: int | None = None) -> None:
-        """Wait until ``peer`` has raised its word here to ``slot.value`` or more; what it covers is then visible to this rank.
+        """Wait until ``peer`` has raised its word here to ``slot.value`` or more; what it covers is then visible to
+        this rank.
 
         On a stream: enqueue that wait; the deadline is kept by a watch thread or inside the wait kernel.
 
@@ -475,16 +472,23 @@ class OneSided(Transport):
         if not self._wait(peer, slot, min(deadline, start + (deadline - start) / 10)) and self._fault is None:
             log.warning(
                 "commbackend: rank %d has waited %.1f s for rank %d in %s (call %d): word %d is %d, wanted %d",
-                self.rank, time.monotonic() - start, peer, self.op or "a call", self.seq, slot.word, slot.table.read(peer, slot.word), slot.value,
-            )  # fmt: skip
+                self.rank,
+                time.monotonic() - start,
+                peer,
+                self.op or "a call",
+                self.seq,
+                slot.word,
+                slot.table.read(peer, slot.word),
+                slot.value,
+            )
             self._wait(peer, slot, deadline)
         if self._fault is not None:
             raise self._fault
         seen = slot.table.read(peer, slot.word)
         if seen < slot.value:
             message = (
-                f"rank {self.rank} waited {time.monotonic() - start:.3f} s for rank {peer} in {self.op or 'a call'} (call {self.seq}):"
-                f" word {slot.word} is {seen}, wanted {slot.value}"
+                f"rank {self.rank} waited {time.monotonic() - start:.3f} s for rank {peer} in {self.op or 'a call'}"
+                f" (call {self.seq}): word {slot.word} is {seen}, wanted {slot.value}"
             )
             late = CommTimeout(message, rank=peer, op=self.op, seq=self.seq, wanted=slot.value, seen=seen)
             self.abort(message, late)
@@ -513,12 +517,14 @@ class OneSided(Transport):
     def _same(self, window: Window, tensor: Tensor) -> None:
         if tuple(tensor.shape) != window.shape or tensor.dtype != window.dtype:
             raise ShapeError(
-                f"tensor of shape {tuple(tensor.shape)}, {tensor.dtype} for a window of shape {window.shape}, {window.dtype}"
+                f"tensor of shape {tuple(tensor.shape)}, {tensor.dtype} for a window of shape {window.shape}, "
+                f"{window.dtype}"
             )
 
 
 class Collective(Transport):
-    """The role of transports that offer collectives. Ranks issue them in the same order; counts may differ between ranks, agreed beforehand.
+    """The role of transports that offer collectives. Ranks issue them in the same order; counts may differ between
+    ranks, agreed beforehand.
 
     On a CPU a verb has completed when it returns; with a stream it is enqueued. Empty tensors are allowed everywhere.
     """
@@ -566,7 +572,6 @@ class Collective(Transport):
 
 
 # -- GEMM
-# ----------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -598,10 +603,10 @@ class GemmSegment:
 
     Attributes:
         a: (rows, k), any strides. b: (n, k), any strides (``weight`` and ``weight.T`` views alike). out: (rows, n),
-        unit column stride.
+            unit column stride.
         bias: (n,) or None.
         ready: (writer, Slot) pairs the kernel waits for before it reads ``a``; done: (peer, Slot) pairs it raises after
-        ``out`` is stored.
+            ``out`` is stored.
         scale_a, scale_b: fp8 scales, per tensor (one element) or per row, or None.
     """
 

@@ -62,6 +62,20 @@ def import_bindings() -> tuple[Any, Any]:
     return driver, nvrtc
 
 
+class _Blocks(threading.local):
+    """Where arguments of hot calls are packed: made once a thread, so that no thread waits for another's launch (which
+    may block, under CUDA_LAUNCH_BLOCKING=1).
+    """
+
+    def __init__(self, api: Any) -> None:
+        self.rect = api.CUDA_MEMCPY2D()
+        self.rect.srcMemoryType = self.rect.dstMemoryType = api.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        self.args: Any = (ctypes.c_uint64 * 16)()
+        base = ctypes.addressof(self.args)
+        self._pointers = (ctypes.c_void_p * 16)(*(base + 8 * i for i in range(16)))
+        self.pointers_at = ctypes.addressof(self._pointers)
+
+
 class Driver:
     """One device of this process, by its ordinal here (an ordinal never leaves the process; ``uuid`` does).
 
@@ -86,13 +100,7 @@ class Driver:
         self._write_value, self._wait_value = api.cuStreamWriteValue64, api.cuStreamWaitValue64
         self._launch = api.cuLaunchKernel
         self._geq = int(api.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-        self._packing = threading.Lock()  # of the argument blocks below, which every thread shares
-        self._rect = api.CUDA_MEMCPY2D()
-        self._rect.srcMemoryType = self._rect.dstMemoryType = api.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-        self._args = (ctypes.c_uint64 * 16)()
-        base = ctypes.addressof(self._args)
-        self._arg_pointers = (ctypes.c_void_p * 16)(*(base + 8 * i for i in range(16)))
-        self._arg_pointers_at = ctypes.addressof(self._arg_pointers)
+        self._blocks = _Blocks(api)
 
     # -- results ----------------------------------------------------------------------------------------------------
     def call(self, name: str, *args: Any, nbytes: int = -1) -> Any:
@@ -294,13 +302,12 @@ class Driver:
         self, dst: int, dst_pitch: int, src: int, src_pitch: int, row_nbytes: int, rows: int, stream: int
     ) -> None:
         """Enqueue a copy of ``rows`` rows, ``*_pitch`` bytes from row to row, on a copy engine."""
-        rect = self._rect
-        with self._packing:
-            rect.srcDevice, rect.srcPitch, rect.dstDevice, rect.dstPitch = src, src_pitch, dst, dst_pitch
-            rect.WidthInBytes, rect.Height = row_nbytes, rows
-            (code,) = self._memcpy_2d(rect, stream)
-            if code != 0:
-                self._again("cuMemcpy2DAsync", code, row_nbytes * rows, lambda: self._memcpy_2d(rect, stream))
+        rect = self._blocks.rect
+        rect.srcDevice, rect.srcPitch, rect.dstDevice, rect.dstPitch = src, src_pitch, dst, dst_pitch
+        rect.WidthInBytes, rect.Height = row_nbytes, rows
+        (code,) = self._memcpy_2d(rect, stream)
+        if code != 0:
+            self._again("cuMemcpy2DAsync", code, row_nbytes * rows, lambda: self._memcpy_2d(rect, stream))
 
     def write_value(self, address: int, value: int, stream: int) -> None:
         """Enqueue a 64-bit store that is ordered, at system scope, after all earlier work of ``stream``."""
@@ -317,12 +324,12 @@ class Driver:
 
     def launch(self, kernel: Any, grid: int, block: int, args: Sequence[int], stream: int) -> None:
         """Enqueue ``kernel``, whose parameters are all 64 bits wide (so that packing them is one assignment)."""
-        call = (kernel, grid, 1, 1, block, 1, 1, 0, stream, self._arg_pointers_at, 0)
-        with self._packing:
-            self._args[: len(args)] = args  # type: ignore[call-overload]  # any sequence will do
-            (code,) = self._launch(*call)
-            if code != 0:
-                self._again("cuLaunchKernel", code, -1, lambda: self._launch(*call))
+        blocks = self._blocks
+        blocks.args[: len(args)] = args
+        call = (kernel, grid, 1, 1, block, 1, 1, 0, stream, blocks.pointers_at, 0)
+        (code,) = self._launch(*call)
+        if code != 0:
+            self._again("cuLaunchKernel", code, -1, lambda: self._launch(*call))
 
     def _again(self, name: str, code: Any, nbytes: int, call: Callable[[], tuple[Any, ...]]) -> None:
         """After a hot call failed: in a thread that has no device yet, give it this one and call again; else raise."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .contract import SlotTable
+from .contract import DeviceSlotTable
 from .cuda_heap import MappedBuffer
 
 __all__ = ["DeviceSlots", "SlotPages"]
@@ -14,7 +14,7 @@ Reader = Callable[[int, int], list[int]]
 _ALIGN = 128
 
 
-class DeviceSlots(SlotTable):
+class DeviceSlots(DeviceSlotTable):
     """Slots that stream memory operations and kernels raise and wait for by address.
 
     Attributes:
@@ -39,6 +39,12 @@ class DeviceSlots(SlotTable):
                 f"word {word} of writer {writer}: the table has {self.words} words for {self.size} writers"
             )
         return self._read(self.wait_at[writer] + 8 * word, 1)[0]
+
+    def address(self, writer: int, word: int) -> int:
+        return self.wait_at[writer] + 8 * word
+
+    def peer_address(self, peer: int, word: int) -> int:
+        return self.raise_at[peer] + 8 * word
 
     def tag(self, writer: int, word: int) -> int:
         """A number that names a word in the report of a wait kernel."""

@@ -18,9 +18,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .config import resolve
 from .demo_launch import Result, Run, find_mpirun, launch
 from .demo_show import Progress, show
-from .errors import CommBackendError, Unavailable
+from .errors import CommBackendError, ConfigError, Unavailable
 
 __all__ = ["main"]
 
@@ -103,6 +104,9 @@ class _Demo:
         self.cores = len(os.sched_getaffinity(0))
         self.report.device = self.device = self._device()
         self.transport = options.transport or ("shm" if self.device == "cpu" else "auto")
+        resolve(transport=self.transport)  # a malformed name is refused here: it also names files
+        if options.steps < 1:
+            raise ConfigError(f"--steps {options.steps}: at least 1")
 
     def run(self) -> Report:
         start = time.monotonic()

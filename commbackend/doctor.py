@@ -75,11 +75,9 @@ def _probe_all(kind: str) -> dict[str, dict[str, Any]]:
     has_cuda = torch.cuda.is_available()
     for name in registry.names(kind):
         entry = registry.entry(kind, name)
-        types = (
-            ["cpu", "cuda"]
-            if entry.device == "any" and has_cuda
-            else ["cpu" if entry.device == "any" else entry.device]
-        )
+        types = [entry.device]
+        if entry.device == "any":
+            types = ["cpu", "cuda"] if has_cuda else ["cpu"]
         row: dict[str, Any] = {"device": entry.device, "usable": False, "reason": "", "hint": ""}
         try:
             cls: Any = registry.transport(name) if kind == "transport" else registry.gemm(name)

@@ -181,6 +181,8 @@ class Group:
         missing = self._wait(keys[1:], deadline)
         if missing:
             raise self._break(step, budget_s, [keys.index(k) for k in missing])
+        if self.store.check([_FAIL]):  # who waited for this rank has given up meanwhile
+            raise self._told()
         parts = [payload, *(self.store.get(k) for k in keys[1:])]
         self._set(f"{n}/all", _pack(parts))
         for key in (*keys, f"{n - 1}/all"):  # all ranks are in round n, so that round n - 1 has been read

@@ -218,7 +218,11 @@ _WISH = struct.Struct("<QQQQ")  # bytes wanted, free memory, room below the cont
 def _check_room(link: HostLink, nbytes: int, deadline: float) -> None:
     """Refuse on all ranks what would not fit, before the kernel kills somebody for trying."""
     room, group = _limit()
-    wishes = [_WISH.unpack(w) for w in link.exchange(_WISH.pack(nbytes, _free_memory(), room, group), deadline)]
+    notes = link.exchange(_WISH.pack(nbytes, _free_memory(), room, group), deadline)
+    for rank, note in enumerate(notes):
+        if len(note) != _WISH.size:
+            raise CollectiveMismatch(f"rank {link.rank} allocates {nbytes} bytes, rank {rank} is in another call")
+    wishes = [_WISH.unpack(note) for note in notes]
     for rank, wish in enumerate(wishes):
         if wish[0] != wishes[0][0]:
             raise CollectiveMismatch(

@@ -126,6 +126,10 @@ class PlanCaps(Protocol):
     def numerics(
         self,
     ) -> str: ...  # "fixed": we sum, in rank order; "library": the transport's own reduction is allowed
+    @property
+    def stream_ordered(self) -> bool: ...  # lanes are CUDA streams; defaults are chosen for copy engines then
+    @property
+    def free_queues(self) -> bool: ...  # a lane that waits never holds up another lane of its rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,12 +347,18 @@ class Knobs:
         chunks: Chunks a shard is cut into for each peer, 1...MAX_CHUNKS; shards with fewer rows get fewer.
         lanes: Copy lanes beside lane 0; 0 runs everything in the caller's lane.
         polls: True: one GEMM launch polls flags; False: row blocks gated by waits.
+        folds: With ``polls``, where products are reduced: True: the launch also adds received partials to its own rows
+            (needs ``free_queues``); False: a sum follows the launch.
+        blocks: Without ``polls``: products that peers' rows are multiplied in, each as soon as all its chunks are
+            there (gather side) or before the first of them leaves (reduce side); 0: one a chunk.
     """
 
     schedule: str
     chunks: int = 1
     lanes: int = 1
     polls: bool = False
+    folds: bool = True
+    blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +376,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One call of all ranks. ``meta`` is for people and files (schedule, chunks, problem...); nothing executes it."""
+    """One call of all ranks. ``meta`` is for people and files (schedule, chunks, problem...); nothing executes it.
+
+    ``meta["queues"] == "free"`` declares that the plan ends only where every lane has a queue of its own; ``check``
+    proves it in that model, and refuses it for transports without ``free_queues``.
+    """
 
     op: str
     size: int

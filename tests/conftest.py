@@ -11,11 +11,15 @@ import pytest
 
 #: A test that takes longer hangs; exhaustive ones may take ten times as long.
 HANG_S = 120.0
-#: At least so many tests must be collected outside tests/mpi, deselected ones included. Raise it as tests are added.
+#: At least so many tests are collected outside tests/mpi, deselected ones included. Raise it as tests are added.
 FLOOR = Path(__file__).with_name("collected_floor.txt")
 
 _stderr_fd = pytest.StashKey[int]()
 _collected = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--floor", action="store_true", help=f"fail when fewer tests than {FLOOR.name} says are collected")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,12 +48,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    config = session.config
-    narrowed = set(config.getoption("ignore") or ()) - {"tests/mpi"} or config.getoption("lf", False)
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not narrowed
-    floor = int(FLOOR.read_text())
-    if whole and config.stash[_collected] < floor:
+    found, floor = session.config.stash[_collected], int(FLOOR.read_text())
+    if session.config.getoption("floor") and found < floor:
         raise pytest.UsageError(
-            f"{config.stash[_collected]} tests were collected, at least {floor} are expected: tests have vanished, "
+            f"{found} tests were collected, at least {floor} are expected: tests have vanished, "
             f"or, if they were meant to, lower {FLOOR.name}"
         )

@@ -22,6 +22,16 @@ def _body(rank: int, group: Any, fn: Callable[..., Any], settings: dict[str, Any
         return fn(comm, *args)
 
 
+def _gpu_body(rank: int, group: Any, fn: Callable[..., Any], args: Any) -> Any:
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", rank % count)
+    torch.cuda.set_device(device)
+    torch.set_default_device(device)
+    config = resolve(transport="userbuffers", timeout_s=60.0, allow_shared_device=group.size > count)
+    with Communicator(group, config, device) as comm:
+        return fn(comm, *args)
+
+
 def spmd(fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """``fn(comm, *args)`` on ``size`` ranks that are threads, over the local transport. Results by rank.
 
@@ -35,13 +45,21 @@ def spmd_processes(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     return run_ranks(_body, size, fn, {"transport": "shm"}, args, timeout_s=60.0)
 
 
+def spmd_gpus(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    """The same on processes with a GPU each, or sharing what GPUs there are. Tensors are made on the rank's GPU."""
+    return run_ranks(_gpu_body, size, fn, args, timeout_s=100.0)
+
+
 def ints(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Small integers: sums and products of a few hundred of them are exact in every type but fp8."""
-    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    drawn = torch.randint(-2, 3, shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
 
 
 def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
 
 
 @dataclass(frozen=True)

@@ -169,21 +169,24 @@ SLURM = dict(
     SLURM_PROCID=3, SLURM_NTASKS=8, SLURM_STEP_NUM_TASKS=8, SLURM_LOCALID=3, SLURM_JOB_ID=42, SLURM_STEP_ID=0,
     SLURM_NNODES=1,
 )  # fmt: skip
+BY_TORCHRUN = Launch("torchrun", 3, 8, 1, 2, "run7.1", "node0", 29500, True)
+BY_OPENMPI = Launch("openmpi", 3, 8, 3, 8, "prterun-host-77@1")
+BY_SLURM = Launch("slurm", 3, 8, 3, 8, "42.0")
 
 
 @pytest.mark.parametrize(
     ("variables", "wanted"),
     [
         ({}, Launch()),
-        (TORCHRUN, Launch("torchrun", 3, 8, 1, 2, "run7.1", "node0", 29500, True)),
+        (TORCHRUN, BY_TORCHRUN),
         (ENV, Launch("env", 3, 8, address="node0", port=29500)),
-        (OPENMPI, Launch("openmpi", 3, 8, 3, 8, "prterun-host-77@1")),
+        (OPENMPI, BY_OPENMPI),
         (PMI, Launch("pmi", 3, 8, 1, 2, f"parent{os.getppid()}")),
-        (SLURM, Launch("slurm", 3, 8, 3, 8, "42.0")),
-        ({**SLURM, "PMIX_RANK": 3, "PMIX_SERVER_URI2": "tcp"}, Launch("slurm", 3, 8, 3, 8, "42.0")),
+        (SLURM, BY_SLURM),
+        ({**SLURM, "PMIX_RANK": 3, "PMIX_SERVER_URI2": "tcp"}, BY_SLURM),
         ({**SLURM, "SLURM_NNODES": 2}, Launch("slurm", 3, 8, 3, -1, "42.0")),
         # The step's own numbers count, not those of the job around it.
-        ({**SLURM, "SLURM_NTASKS": 64, "SLURM_NNODES": 8, "SLURM_STEP_NUM_NODES": 1}, Launch("slurm", 3, 8, 3, 8, "42.0")),
+        ({**SLURM, "SLURM_NTASKS": 64, "SLURM_NNODES": 8, "SLURM_STEP_NUM_NODES": 1}, BY_SLURM),
         # A shell of sbatch (no step) or salloc (an interactive one) is not a launch.
         ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}, Launch()),
         ({**SLURM, "SLURM_STEP_ID": 0xFFFFFFFA}, Launch()),
@@ -192,8 +195,8 @@ SLURM = dict(
         ({"RANK": 1}, Launch()),
         ({"PMIX_RANK": 0}, Launch()),
         # A launcher started by another one hides it.
-        ({**TORCHRUN, **OPENMPI, "OMPI_COMM_WORLD_SIZE": 4, "PMIX_RANK": 3}, Launch("torchrun", 3, 8, 1, 2, "run7.1", "node0", 29500, True)),
-        ({**OPENMPI, **SLURM, "SLURM_PROCID": 1, "SLURM_STEP_NUM_TASKS": 2}, Launch("openmpi", 3, 8, 3, 8, "prterun-host-77@1")),
+        ({**TORCHRUN, **OPENMPI, "OMPI_COMM_WORLD_SIZE": 4}, BY_TORCHRUN),
+        ({**OPENMPI, **SLURM, "SLURM_PROCID": 1, "SLURM_STEP_NUM_TASKS": 2}, BY_OPENMPI),
     ],
 )  # fmt: skip
 def test_dialects(monkeypatch: pytest.MonkeyPatch, variables: dict[str, object], wanted: Launch) -> None:

@@ -121,6 +121,14 @@ def test_demo_says_why_a_run_failed(tmp_path: Path) -> None:
     assert "FAIL carrier-pigeon: runs to its end" in done.stdout and "unknown transport" in done.stdout
 
 
+@pytest.mark.parametrize("arguments", (["--transport", "a/b"], ["--steps", "0"]))
+def test_demo_refuses_what_it_cannot_run(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main([*arguments, "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "ConfigError" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 # -- the checks can fail -----------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,13 +61,9 @@ def _records(rank: int, group: Group) -> None:
         t.post(seq, f"call {seq} of {rank}".encode() * (seq % 3))
         for peer in range(t.size):
             assert t.record(peer, seq, time.monotonic() + 10) == f"call {seq} of {peer}".encode() * (seq % 3)
-        if seq:  # the call before stays readable
-            assert (
-                t.record(rank - 1, seq - 1, time.monotonic() + 10)
-                == f"call {seq - 1} of {(rank - 1) % t.size}".encode() * ((seq - 1) % 3)
-                if rank
-                else True
-            )
+        if seq and rank:  # the call before stays readable
+            wanted = f"call {seq - 1} of {rank - 1}".encode() * ((seq - 1) % 3)
+            assert t.record(rank - 1, seq - 1, time.monotonic() + 10) == wanted
         if seq % 7 == rank:
             time.sleep(0.01)
     t.post(99, b"x" * 512)
@@ -149,22 +147,15 @@ def test_sums_run_in_rank_order() -> None:
     assert run_ranks(_rank_order, 3) == [float(1 << 24)] * 3
 
 
+def _conjugate(x: torch.Tensor) -> torch.Tensor:
+    return torch.conj(torch.complex(x, x))[::2, 1:4]
+
+
 def _layouts(rank: int, group: Group) -> None:
     t = _connect(group)
     base = torch.arange(24.0).reshape(4, 6) + 100 * rank
-    for src in (
-        base,
-        base.t(),
-        base[:, ::2],
-        base[1:2].expand(4, 6),
-        base[::2, 1:4],
-        torch.conj(torch.complex(base, base)),
-    ):
-        wanted = [(src - 100 * rank + 100 * r) for r in range(t.size)]
-        if src.is_complex():
-            wanted = [
-                torch.conj(torch.complex(base - 100 * (rank - r), base - 100 * (rank - r))) for r in range(t.size)
-            ]
+    for view in (lambda x: x, lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[1:2].expand(4, 6), _conjugate):
+        src, wanted = view(base), [view(base + 100 * (r - rank)) for r in range(t.size)]
         out = torch.full((t.size, *src.shape, 2), -1.0, dtype=src.dtype)
         t.all_gather([o[..., 0] for o in out], src)
         assert all(torch.equal(o[..., 0], w) for o, w in zip(out, wanted))
@@ -198,20 +189,21 @@ def test_long_messages_go_in_pieces() -> None:
 # -- joining
 
 
+def _listening() -> list[list[str]]:
+    """The listening TCP sockets of this network namespace, as /proc prints them."""
+    tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+    rows = [line.split() for t in tables if t.exists() for line in t.read_text().splitlines()[1:]]
+    return [r for r in rows if r[3] == "0A"]
+
+
 def _listeners(rank: int, group: Group) -> None:
     t = _connect(group)
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        if not os.path.exists(table):
-            continue
-        mine = {
-            os.readlink(f"/proc/self/fd/{fd}")
-            for fd in os.listdir("/proc/self/fd")
-            if os.path.exists(f"/proc/self/fd/{fd}")
-        }
-        for line in open(table).read().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and f"socket:[{words[9]}]" in mine:
-                assert words[1].startswith("0100007F:"), f"listens on {words[1]}"
+    mine = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of this listing itself
+            mine.add(os.readlink(f"/proc/self/fd/{fd}"))
+    found = [words[1] for words in _listening() if f"socket:[{words[9]}]" in mine]
+    assert found and all(address.startswith("0100007F:") for address in found), found
     t.close()
 
 
@@ -255,7 +247,7 @@ def _flipped(rank: int, group: Group) -> None:
         torch_dist._TorchTransport._swap = swap  # type: ignore[method-assign]
     error = raises(Unavailable, GlooTransport.connect, group, CPU, {})
     assert "rank 1: bytes from rank 0 arrive changed" in str(error), error
-    assert threading.active_count() == 1
+    assert threading.active_count() == 1, threading.enumerate()
 
 
 def test_reach_is_proven_with_bytes() -> None:
@@ -402,9 +394,8 @@ def test_a_port_scan_does_not_disturb() -> None:
 
     def scan() -> None:
         while not stop.is_set():
-            for line in open("/proc/net/tcp").read().splitlines()[1:]:
-                words = line.split()
-                if words[3] == "0A" and words[1].startswith("0100007F:"):
+            for words in _listening():
+                if words[1].startswith("0100007F:"):
                     try:
                         with socket.create_connection(("127.0.0.1", int(words[1][9:], 16)), 0.2) as s:
                             s.sendall(os.urandom(7))
@@ -426,3 +417,21 @@ def _joins(rank: int, group: Group) -> None:
         t = _connect(group)
         t.barrier(time.monotonic() + 10)
         t.close()
+
+
+def _forked(rank: int, group: Group) -> None:
+    t = _connect(group)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            t.barrier(time.monotonic() + 5)
+        except CommAborted as e:
+            os._exit(7 if "forked" in str(e) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    t.barrier(time.monotonic() + 10)
+    t.close()
+
+
+def test_a_forked_child_is_refused() -> None:
+    run_ranks(_forked, 2)

@@ -10,7 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def suite(folder: Path, test: str, *, hang_s: float = 120.0, floor: int = 0) -> subprocess.CompletedProcess[str]:
+def suite(
+    folder: Path, test: str, *, hang_s: float = 120.0, floor: int = 0, options: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run a suite of one file under a copy of our conftest."""
     tests = folder / "tests"
     tests.mkdir()
@@ -19,7 +21,7 @@ def suite(folder: Path, test: str, *, hang_s: float = 120.0, floor: int = 0) -> 
     (tests / "collected_floor.txt").write_text(str(floor))
     (tests / "test_it.py").write_text(test)
     (folder / "pyproject.toml").write_text('[tool.pytest.ini_options]\ntestpaths = ["tests"]\n')
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -30,13 +32,15 @@ def test_a_hanging_test_ends_the_run_and_shows_its_stack(tmp_path: Path) -> None
 
 
 def test_vanished_tests_fail_the_run(tmp_path: Path) -> None:
-    done = suite(tmp_path, "def test_one():\n    pass\n", floor=2)
+    done = suite(tmp_path, "def test_one():\n    pass\n", floor=2, options=("--floor",))
     assert done.returncode != 0
     assert "1 tests were collected, at least 2 are expected" in done.stdout + done.stderr
+    assert " --floor " in (ROOT / "scripts/test").read_text()
 
 
-def test_enough_tests_pass(tmp_path: Path) -> None:
-    assert suite(tmp_path, "def test_one():\n    pass\n", floor=1).returncode == 0
+def test_deselected_tests_have_not_vanished(tmp_path: Path) -> None:
+    tests = "def test_one():\n    pass\ndef test_two():\n    pass\n"
+    assert suite(tmp_path, tests, floor=2, options=("--floor", "-k", "one")).returncode == 0
 
 
 CASE = '<testcase classname="t" name="{}">{}</testcase>'

@@ -176,7 +176,7 @@ def _python(code: str, *flags: str, cwd: Path = ROOT) -> subprocess.CompletedPro
 
 
 def test_import_is_light() -> None:
-    """Under 50 ms (median of five), neither torch nor CUDA, and from a bare checkout: the working directory is enough."""
+    """Under 50 ms (median of five), neither torch nor CUDA, from a bare checkout: the working directory is enough."""
     code = (
         "import time; start = time.perf_counter(); import commbackend; took = time.perf_counter() - start\n"
         "import sys; heavy = {'torch', 'numpy', 'cuda', 'cupy', 'triton', 'mpi4py'} & set(sys.modules)\n"

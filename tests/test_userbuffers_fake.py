@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import sys
@@ -331,6 +332,12 @@ def test_slot_tables_reuse_their_place_and_start_at_zero() -> None:
         tables[1].close()
         again = t.alloc_slots(66)
         assert again.local == place and again.read(1 - t.rank, 65) == 0
+        # Kernels reach the same words by address.
+        t._driver.write_value(again.peer_address(1 - t.rank, 3), 12, 0)
+        t.barrier(soon())
+        while ctypes.c_int64.from_address(again.address(1 - t.rank, 3)).value != 12:
+            assert t.fault is None
+            time.sleep(0.001)
         huge = t.alloc_slots(200_000)  # more than a page
         t.signal(1 - t.rank, Slot(huge, 199_999, 5), stream=0)
         t.wait(1 - t.rank, Slot(huge, 199_999, 5), deadline=soon(), stream=0)

@@ -102,8 +102,8 @@ st.release.gpu.global.b64 [$5], kind;
 LEAVE:
 }""")
 
-# Thread 0 counts this CTA's finished tile; the last of ``total`` resets the counter and raises the slots (to POISON
-# after a fault, so that peers stop too).
+# Thread 0 counts the tiles this CTA has finished; who completes ``total`` resets the counter and raises the slots (to
+# POISON after a fault, so that peers stop too).
 _RAISE = tl.constexpr("""{
 .reg .pred p;
 .reg .b32 tid, left, old;
@@ -112,20 +112,20 @@ mov.u32 $0, 0;
 mov.u32 tid, %tid.x;
 setp.ne.u32 p, tid, 0;
 @p bra LEAVE;
-atom.acq_rel.gpu.global.add.u32 old, [$1], 1;
-add.u32 old, old, 1;
-setp.ne.u32 p, old, $2;
+atom.acq_rel.gpu.global.add.u32 old, [$1], $2;
+add.u32 old, old, $2;
+setp.ne.u32 p, old, $3;
 @p bra LEAVE;
 st.relaxed.gpu.global.b32 [$1], 0;
-mov.u64 entry, $3;
-mov.u32 left, $4;
-ld.relaxed.gpu.global.b64 t, [$6];
+mov.u64 entry, $4;
+mov.u32 left, $5;
+ld.relaxed.gpu.global.b64 t, [$7];
 NEXT:
 setp.eq.u32 p, left, 0;
 @p bra LEAVE;
 ld.global.b64 addr, [entry];
 ld.global.b64 want, [entry+8];
-add.s64 want, want, $5;
+add.s64 want, want, $6;
 setp.ne.s64 p, t, 0;
 @p mov.b64 want, 4611686018427387904;
 st.release.sys.global.b64 [addr], want;
@@ -170,13 +170,13 @@ def _stored(BULK: tl.constexpr):
 
 
 @triton.jit
-def _raise(counter, total, entries, count, base, fault, BULK: tl.constexpr):
-    """Count one tile; with the last one raise the slots."""
+def _raise(counter, mine, total, entries, count, base, fault, BULK: tl.constexpr):
+    """Count the ``mine`` tiles of this CTA; when ``total`` are counted, raise the slots."""
     _stored(BULK)
     tl.inline_asm_elementwise(
         _RAISE,
-        "=r,l,r,l,r,l,l,~{memory}",
-        [counter, total, entries, count, base, fault],
+        "=r,l,r,r,l,r,l,l,~{memory}",
+        [counter, mine, total, entries, count, base, fault],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -306,15 +306,11 @@ def _phase(
         tiles = m_tiles * n_tiles
         # Tiles are dealt to the CTAs in turn, across the borders of segments.
         begin = (pid + ctas - (tl.load(seg + 3) % ctas).to(tl.int32)) % ctas
+        # A segment of no rows still waits and raises: CTA 0 sees to that.
+        serves = (begin < tiles) | ((tiles == 0) & (pid == 0))
         if POLLS:
-            # A segment of no rows still waits and raises; CTA 0 sees to that.
-            empty = (tiles == 0) & (pid == 0)
-            if (begin < tiles) | empty:
-                if tl.load(seg + 4) > 0:
-                    _wait(tl.load(seg + 5), tl.load(seg + 4).to(tl.int32), base, timeout_ns, fault, fault_host, BULK)
-            if empty:
-                if tl.load(seg + 6) > 0:
-                    _raise(tl.load(seg + 11), 1, tl.load(seg + 7), tl.load(seg + 6).to(tl.int32), base, fault, BULK)
+            if serves & (tl.load(seg + 4) > 0):
+                _wait(tl.load(seg + 5), tl.load(seg + 4).to(tl.int32), base, timeout_ns, fault, fault_host, BULK)
         for t in range(begin, tiles, ctas):
             # Groups of GROUP row blocks share columns of b while they are in L2.
             group = t // (GROUP * n_tiles)
@@ -356,9 +352,12 @@ def _phase(
             else:
                 _finish(acc, seg, row, col, n, o, c, ldc, bias, scale_a, scale_a_rows, scale_b, scale_b_rows,
                         OUT, BM, BN, BULK, ALIGNED, BIAS, ADDENDS, SCALES)  # fmt: skip
-            if POLLS:
-                if tl.load(seg + 6) > 0:
-                    _raise(tl.load(seg + 11), tiles, tl.load(seg + 7), tl.load(seg + 6).to(tl.int32), base, fault, BULK)
+        if POLLS:
+            # Once a CTA, not once a tile: the slots rise only when all tiles are stored anyway.
+            if serves & (tl.load(seg + 6) > 0):
+                mine = tl.maximum(tl.cdiv(tiles - begin, ctas), 1)
+                count = tl.load(seg + 6).to(tl.int32)
+                _raise(tl.load(seg + 11), mine, tl.maximum(tiles, 1), tl.load(seg + 7), count, base, fault, BULK)
 
 
 @triton.jit

@@ -331,7 +331,7 @@ class Runtime:
         boxes = {n: (tuple(d["block_size"]), d["swizzle"]) for n, d in zip(maps, described, strict=True)}
         scratch = None
         if meta.global_scratch_size:
-            scratch = torch.empty(meta.global_scratch_size * self.sms, dtype=torch.uint8, device=self.device)
+            scratch = torch.empty(meta.global_scratch_size * self.sms * ctas, dtype=torch.uint8, device=self.device)
         function = self.driver.load(compiled.asm["cubin"], meta.name, meta.shared)
         self.compilations += 1
         loaded = Loaded(function, 32 * warps, meta.shared, (), maps, boxes, scratch, compiled.asm)

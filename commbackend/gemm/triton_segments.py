@@ -222,9 +222,8 @@ class Tables:
         usable = [key for key, place in self._bound.items() if place not in self._captured]
         if not usable:
             raise Unsupported(f"all {_TABLES} launch tables belong to captured graphs")
-        # Stream order protects launches of this stream that still read the oldest table; those of another are waited
-        # for.
-        victim = next((key for key in usable if key[0] == stream), usable[0])
+        # Stream order protects launches that still read the oldest table; another stream's launches are waited for.
+        victim = usable[0]
         if victim[0] != stream:
             self._driver.follow(stream, victim[0])
         return self._bound.pop(victim)

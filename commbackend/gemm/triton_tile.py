@@ -51,6 +51,7 @@ class TileConfig:
         group: Row blocks that share columns of b in L2.
         split: Store the tile in two halves: half the shared memory for the result.
         device_maps: Tensor maps are made by the kernel instead of by the host.
+        ctas: Tiles in flight on one SM; what one does between two tiles hides behind the other.
     """
 
     bm: int
@@ -61,11 +62,15 @@ class TileConfig:
     group: int = 8
     split: bool = False
     device_maps: bool = False
+    ctas: int = 1
 
-    def shared_nbytes(self, itemsize: int, out_itemsize: int) -> int:
-        """Estimate of the shared memory needed, from above."""
+    def shared_nbytes(self, itemsize: int, out_itemsize: int, *, bulk: bool = True) -> int:
+        """Estimate of the shared memory needed, from above. Without TMA the result reuses the operands' space, and one
+        stage is in registers.
+        """
         tile = self.bm * self.bn * out_itemsize // (2 if self.split else 1)
-        return self.stages * (self.bm + self.bn) * self.bk * itemsize + tile + 2048
+        step = (self.bm + self.bn) * self.bk * itemsize
+        return self.ctas * ((self.stages * step + tile if bulk else max((self.stages - 1) * step, tile)) + 2048)
 
 
 # By capability class and by m x n tiles: first entry whose ``tiles`` the problem reaches, measured, not searched at
@@ -85,9 +90,9 @@ _BLACKWELL = (
     (0, TileConfig(128, 128, 64, 4, 4)),
 )
 _AMPERE = (
-    (96, TileConfig(128, 256, 32, 3, 8)),
-    (64, TileConfig(128, 128, 32, 3, 4)),
-    (0, TileConfig(64, 128, 32, 3, 4)),
+    (96, TileConfig(128, 256, 32, 4, 8, split=True)),
+    (64, TileConfig(128, 128, 32, 4, 8, split=True)),
+    (0, TileConfig(64, 128, 32, 4, 4, split=True)),
 )
 _ADA_FP8 = ((0, TileConfig(128, 128, 64, 3, 8)),)
 _GENERAL = TileConfig(64, 64, 32, 2, 4)
@@ -108,7 +113,7 @@ def choose(problem: GemmProblem, capability: int, shared_nbytes: int) -> TileCon
             continue
         for stages in range(config.stages, 1, -1):
             fitted = replace(config, stages=stages)
-            if fitted.shared_nbytes(1 if fp8 else 2, out_itemsize) <= shared_nbytes:
+            if fitted.shared_nbytes(1 if fp8 else 2, out_itemsize, bulk=capability >= 90) <= shared_nbytes:
                 return fitted
     return _GENERAL
 
@@ -302,6 +307,7 @@ class _Bound(NamedTuple):
     """One launch with everything worked out that stays the same when the same tensors come again."""
 
     loaded: Loaded
+    ctas: int
     table: Table
     values: dict[str, int]
     maps: tuple[tuple[str, int, int, int, int, int], ...]
@@ -355,7 +361,7 @@ class Kernel:
                 self._launch(launch, base, where, sm_limit, epoch)
 
     def _launch(self, bound: _Bound, base: int, stream: int, sm_limit: int, epoch: int) -> None:
-        loaded, table, values, maps = bound
+        loaded, ctas, table, values, maps = bound
         runtime = self._runtime
         values["table"] = self._tables.address(table, stream)
         values["epoch"] = epoch or self._tables.zero.data_ptr()
@@ -363,7 +369,7 @@ class Kernel:
         for entry in maps:
             loaded.map(runtime.driver, *entry)
         sms = sm_limit or runtime.sms - (self._provider.reserve_sms if table.slots else 0)
-        grid = max(1, min(table.tiles, sms, runtime.sms))
+        grid = max(1, min(table.tiles, ctas * min(sms, runtime.sms)))
         loaded.launch(runtime.driver, grid, stream, [values[x] for x in loaded.names])
 
     def _bind(self, segments: Sequence[GemmSegment], base: int) -> list[_Bound]:
@@ -383,7 +389,7 @@ class Kernel:
             if table.tiles or table.slots:
                 values = self._values(launch, name == "nn") | {"seals": int(table.waits)}
                 maps = self._maps(values, name == "nn") if loaded.maps else ()
-                bound.append(_Bound(loaded, table, values, maps))
+                bound.append(_Bound(loaded, config.ctas, table, values, maps))
         return bound
 
     def _fits(self, s: GemmSegment) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ..plan import (
     CREDIT,
@@ -25,7 +26,7 @@ from ..plan import (
 )
 from .shards import Layout, Piece, Shards, regions, runs
 
-__all__ = ["Draft"]
+__all__ = ["Draft", "merged"]
 
 
 class Draft:
@@ -120,7 +121,11 @@ class Draft:
 
     def wait(self, lane: int, peer: int, slot: int, piece: Piece, arrived: Layout) -> int:
         """Hold ``lane`` until ``peer`` has raised ``slot``: then ``piece`` of ``arrived`` may be read."""
-        return self._add(Wait(lane, (), peer, slot, 0, regions(piece, arrived)))
+        return self.wait_for(lane, peer, slot, *regions(piece, arrived))
+
+    def wait_for(self, lane: int, peer: int, slot: int, *covers: Region) -> int:
+        """Hold ``lane`` until ``peer`` has raised ``slot``: then ``covers`` may be read."""
+        return self._add(Wait(lane, (), peer, slot, 0, covers))
 
     def put(
         self, lane: int, src: Layout, dst: Layout, piece: Piece, slot: int, after: Sequence[int | None] = ()
@@ -204,3 +209,27 @@ class Draft:
         """Run a collective on the first copy lane."""
         lane = self.copy_lane()
         return self._add(Collective(lane, self._after(lane, after), kind, tuple(srcs), tuple(dsts), slots))
+
+
+def merged(segments: Iterable[Segment]) -> list[Segment]:
+    """The same products in as few segments as neighbouring rows allow: a library runs one product a segment."""
+    found: list[Segment] = []
+    for s in sorted(segments, key=lambda s: (s.a.buf, s.a.at, s.a.row)):
+        whole = _joined(found[-1], s) if found else None
+        if whole is None:
+            found.append(s)
+        else:
+            found[-1] = whole
+    return found
+
+
+def _joined(first: Segment, second: Segment) -> Segment | None:
+    """Both as one segment, if the rows of ``second`` follow those of ``first`` in every operand."""
+    pairs = list(zip((first.a, first.out, *first.addends), (second.a, second.out, *second.addends)))
+    together = [replace(f, rows=f.rows + s.rows) for f, s in pairs]
+    if any(replace(s, row=f.row, rows=f.rows + s.rows) != t or s.row != f.row + f.rows
+           for (f, s), t in zip(pairs, together)):
+        return None
+    whole = replace(first, a=together[0], out=together[1], addends=tuple(together[2:]))
+    same = (first.b, first.bias, first.ready, first.done) == (second.b, second.bias, (), ())
+    return whole if same else None

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..plan import Segment, data_slot
-from .draft import Draft
-from .shards import Layout, Piece, regions
+from .draft import Draft, merged
+from .shards import Layout, Piece, parted, regions
 
 __all__ = [
     "Gather",
@@ -139,24 +139,27 @@ def _consume(d: Draft, g: Gather, arrived: dict[int, Layout], whole: str | None 
         lane = d.copy_lane() if g.products else 0
         copies.append(d.move(lane, own, shards.gathered(whole, me), mine))
     if d.knobs.polls:
-        _consume_polling(d, live, arrived)
-    for i, (peer, piece, slot) in enumerate(_arrivals(d)):
-        lane = d.copy_lane(i) if g.products else 0
-        src = arrived[peer]
-        if not d.knobs.polls:
-            ready = d.wait(0, peer, slot, piece, src)
-            for p in live:
-                d.gemm(d.rows_product(piece, src, p.weight, shards.gathered(p.out, peer), bias=p.bias))
-        elif whole or not (piece and live):
-            ready = d.wait(lane if whole else 0, peer, slot, piece, src)
-        else:
-            continue
-        if whole:
-            copies.append(d.move(lane, src, shards.gathered(whole, peer), piece, (ready,)))
+        _launch_polling(d, live, arrived)
+    for part in parted(list(enumerate(_arrivals(d))), 0 if d.knobs.polls else d.knobs.blocks):
+        ready: list[int | None] = []
+        for i, (peer, piece, slot) in part:
+            lane = d.copy_lane(i) if g.products and d.knobs.polls and whole else 0
+            polled = d.knobs.polls and not whole and piece and live
+            ready.append(None if polled else d.wait(lane, peer, slot, piece, arrived[peer]))
+        for p in () if d.knobs.polls else live:
+            segments: list[Segment] = []
+            for _, (peer, piece, _) in part:
+                out = shards.gathered(p.out, peer)
+                segments += d.rows_product(piece, arrived[peer], p.weight, out, bias=p.bias)
+            d.gemm(merged(segments))
+        for (i, (peer, piece, _)), here in zip(part, ready):
+            if whole:
+                lane = d.copy_lane(i) if g.products else 0
+                copies.append(d.move(lane, arrived[peer], shards.gathered(whole, peer), piece, (here,)))
     return copies
 
 
-def _consume_polling(d: Draft, live: list[Product], arrived: dict[int, Layout]) -> None:
+def _launch_polling(d: Draft, live: list[Product], arrived: dict[int, Layout]) -> None:
     """One launch a product: own rows first, then peers' chunks, each polling its slot."""
     me, shards = d.rank, d.shards
     for p in live:
@@ -186,9 +189,10 @@ def collective(d: Draft, g: Gather) -> None:
     else:
         for p in g.products:
             d.gemm(d.rows_product(mine, own, p.weight, shards.gathered(p.out, me), bias=p.bias))
-        for chunk, arrived in enumerate(rounds):
+        for part in parted(list(enumerate(rounds)), d.knobs.blocks):
             for p in g.products:
-                d.gemm(_round_product(d, p, whole, chunk), after=(arrived,))
+                segments = [s for chunk, _ in part for s in _round_product(d, p, whole, chunk)]
+                d.gemm(merged(segments), after=[arrived for _, arrived in part])
     if g.wgrad:
         y, dw = g.wgrad
         d.weight_product(whole, y, dw, rounds)

@@ -1,17 +1,20 @@
 """Building blocks of all reductions: partial sums travel to the rank that owns their rows, which adds them up.
 
-The sum is always over ranks 0, 1, ... in this order with the own partial at its place, so that its bits depend neither
-on arrival nor on the schedule. Chunks are made peers' first, in rotated order, own rows last.
+A sum is always over ranks 0, 1, ... in this order with the own partial at its place, so that its bits depend neither
+on arrival nor on the schedule. Where the product's own launch adds (``Knobs.folds``) the order is another fixed one:
+the own partial, not yet rounded, then the bias, then the peers' in rank order. Chunks are made peers' first, in rotated
+order, own rows last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from ..plan import Region, data_slot
-from .draft import Draft
-from .shards import EMPTY, Layout, Piece, cut, regions
+from ..plan import DATA, Problem, Region, Segment, data_slot
+from .draft import Draft, merged
+from .shards import EMPTY, Layout, Piece, Shards, cut, parted, regions
 
 __all__ = [
     "Between",
@@ -20,6 +23,7 @@ __all__ = [
     "alone",
     "collective",
     "direct",
+    "local_words",
     "nothing",
     "one_shot",
     "one_shot_pull",
@@ -148,21 +152,121 @@ def _parts_heap(d: Draft, p: Partial) -> tuple[str, dict[int, Layout]]:
 
 def push(d: Draft, p: Partial, dst: Layout, between: Between = nothing, reduced: Reduced = ignore) -> None:
     """Each chunk is made in private memory, then put to its owner on a copy lane."""
+    if d.knobs.polls:
+        _push_polling(d, p, dst, between, reduced)
+        return
     heap, parts = _parts_heap(d, p)
     credit = d.credits(d.copy_lane())
     sent, space = "x", "scratch" if d.caps.source == "any" else "heap"
     if p.terms or space == "heap":
         sent = d.buffer(f"sent.{space}", space, d.shards.gathered_rows, p.cols)
     needs = (credit,) if space == "heap" else ()
-    for i, peer, chunk, piece in _outgoing(d):
-        lane, made = d.copy_lane(i), None
-        src = _outbox(d, sent, peer)
-        if sent != "x":
-            made = _make(d, p, piece, _gathered(d, peer), src, needs, lane)
-        d.put(lane, src, _part(d, heap, peer, d.rank).on(peer), piece, data_slot(chunk), (credit, made))
+    for part in parted(list(_outgoing(d)), d.knobs.blocks if p.terms else 0):
+        made = _make_sent(d, p, part, sent, needs)
+        for i, peer, chunk, piece in part:
+            lane, src = d.copy_lane(i), _outbox(d, sent, peer)
+            if not p.terms and sent != "x":
+                made = d.move(lane, d.shards.gathered("x", peer), src, piece, needs)
+            d.put(lane, src, _part(d, heap, peer, d.rank).on(peer), piece, data_slot(chunk), (credit, made))
     own = _own(d, p)
     between()
     _sum(d, p, own, parts, dst, reduced)
+
+
+def _make_sent(
+    d: Draft, p: Partial, part: Sequence[tuple[int, int, int, Piece]], sent: str, after: Sequence[int | None]
+) -> int | None:
+    """Store the partials of some of peers' chunks in ``sent``, with one product a term."""
+    made: int | None = None
+    for term, (a, b) in enumerate(p.terms):
+        segments: list[Segment] = []
+        for _, peer, _, piece in part:
+            out = _outbox(d, sent, peer)
+            segments += d.rows_product(piece, d.shards.gathered(a, peer), b, out, addends=(out,) if term else ())
+        made = d.gemm(merged(segments), p.form, after)
+    return made
+
+
+def _push_polling(d: Draft, p: Partial, dst: Layout, between: Between, reduced: Reduced) -> None:
+    """One launch: peers' chunks, each raising a word when it is stored, then own rows; copy lanes wait for the words.
+
+    The words are this rank's own: nobody else raises any in its block here, so all of the block's data words are free.
+    ``folds``: own rows wait, chunk by chunk, for the peers' partials and add them. Kernel and puts of two ranks then
+    wait for each other, and end only where the puts' lanes do not queue behind the kernel's. Else own rows are stored
+    like peers', the launch waits for nothing, and a sum follows.
+    """
+    ((a, b),) = p.terms
+    me, shards, words = d.rank, d.shards, itertools.count(DATA)
+    heap, parts = _parts_heap(d, p)
+    credit = d.credits(d.copy_lane())
+    space = "scratch" if d.caps.source == "any" else "heap"
+    sent = d.buffer(f"sent.{space}", space, shards.gathered_rows, p.cols)
+    segments: list[Segment] = []
+    launched: list[list[Segment]] = []
+    for _, peer, _, piece in _outgoing(d):
+        product = d.rows_product(piece, shards.gathered(a, peer), b, _outbox(d, sent, peer))
+        launched.append(_telling(product, me, words))
+        segments += launched[-1]
+    own: list[list[Segment]] = []
+    if d.knobs.folds:
+        own = _folding(d, p, parts, dst, words if reduced is not ignore else None)
+        segments += itertools.chain.from_iterable(own)
+    else:
+        segments += d.rows_product(shards.whole(me), shards.gathered(a, me), b, _outbox(d, sent, me))
+    d.gemm(segments, p.form, (credit,) if space == "heap" else ())
+    for (i, peer, chunk, piece), made in zip(_outgoing(d), launched, strict=True):
+        _await_stored(d, d.copy_lane(i), made)
+        there = _part(d, heap, peer, me).on(peer)
+        d.put(d.copy_lane(i), _outbox(d, sent, peer), there, piece, data_slot(chunk), (credit,))
+    between()
+    if not d.knobs.folds:
+        _sum(d, p, _outbox(d, sent, me), parts, dst, reduced)
+        return
+    for chunk, (piece, made) in enumerate(zip(shards.pieces[me], own, strict=True)):
+        for peer in () if made else d.sources:
+            d.wait(0, peer, data_slot(chunk), piece, parts[peer])
+        reduced(chunk, piece, _await_stored(d, d.copy_lane(), made))
+
+
+def _folding(
+    d: Draft, p: Partial, parts: dict[int, Layout], dst: Layout, words: Iterator[int] | None
+) -> list[list[Segment]]:
+    """Products of own rows, a list a chunk, that wait for the peers' partials of the chunk and add them."""
+    ((a, b),) = p.terms
+    found = []
+    for chunk, piece in enumerate(d.shards.pieces[d.rank]):
+        ready = tuple((q, data_slot(chunk)) for q in d.sources)
+        added = [parts[q] for q in sorted(parts)]
+        product = d.rows_product(
+            piece, d.shards.gathered(a, d.rank), b, dst, bias=p.bias, addends=added, ready=ready
+        )
+        found.append(product if words is None else _telling(product, d.rank, words))
+    return found
+
+
+def _telling(product: Iterable[Segment], rank: int, words: Iterator[int]) -> list[Segment]:
+    """The same segments, each raising the next of ``rank``'s own words when it is stored."""
+    return [replace(s, done=((rank, next(words)),)) for s in product]
+
+
+def _await_stored(d: Draft, lane: int, product: Sequence[Segment]) -> int | None:
+    """Hold ``lane`` until the segments have raised their own words. Returns the last wait."""
+    last: int | None = None
+    for s in product:
+        for peer, word in s.done:
+            last = d.wait_for(lane, peer, word, s.out)
+    return last
+
+
+def local_words(problem: Problem, chunks: int, *, publishes: bool) -> int:
+    """Most words of its own that a rank needs for the polling form; ``publishes``: for its own rows too."""
+    shards = Shards(problem, chunks)
+    needs = []
+    for rank, pieces in enumerate(shards.pieces):
+        # A piece of several blocks is one segment a block, unless its rows are consecutive.
+        packed = problem.rows[rank] == problem.total
+        needs.append(sum(1 if packed else piece.blocks for piece in pieces if piece))
+    return sum(needs) - (0 if publishes else min(needs))
 
 
 def _outbox(d: Draft, sent: str, peer: int) -> Layout:

@@ -7,12 +7,15 @@ carries. A :class:`Layout` says where a shard's grid lies in a buffer, so that a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ..plan import Problem, Region
 
-__all__ = ["EMPTY", "Layout", "Piece", "Shards", "cut", "regions", "runs"]
+__all__ = ["EMPTY", "Layout", "Piece", "Shards", "cut", "parted", "regions", "runs"]
+
+T = TypeVar("T")
 
 #: Chunk borders of long shards are multiples of this, so that GEMM tiles do not straddle two chunks.
 _TILE_ROWS = 64
@@ -92,6 +95,13 @@ def runs(piece: Piece, *layouts: Layout) -> Iterator[Piece]:
     else:
         for b in range(piece.blocks):
             yield Piece(piece.block + b, 1, piece.row, piece.rows)
+
+
+def parted(items: Sequence[T], blocks: int) -> Iterator[Sequence[T]]:
+    """Cut ``items``, in their order, into ``blocks`` parts of nearly one length, longer ones last; 0: one each."""
+    count = min(blocks or len(items), len(items))
+    for i in range(count):
+        yield items[i * len(items) // count : (i + 1) * len(items) // count]
 
 
 class Shards:

@@ -16,6 +16,7 @@ import collections
 import hashlib
 import itertools
 import logging
+import os
 import struct
 import threading
 import time
@@ -93,7 +94,7 @@ class _TorchTransport(Collective):
         self._record_lock = threading.Lock()
         self._blocked: dict[int, _Blocked] = {}
         self._bell = threading.Event()
-        self._left = False
+        self._left, self._pid = False, os.getpid()
         self._threads = [threading.Thread(target=self._watch, name=f"commbackend-{self.name}", daemon=True)]
         for p in self._peers():
             name = f"commbackend-{self.name}-{p}"
@@ -154,6 +155,7 @@ class _TorchTransport(Collective):
         """Move ``srcs[p]`` to peer p and ``dsts[p]`` from it: flat uint8 CPU tensors, sizes agreed; empty ones are
         skipped. Raises the transport's fault.
         """
+        self._owned()
         tag = next(self._tags) % _BYE_TAG
         works: list[tuple[int, Work]] = []
         try:
@@ -215,6 +217,7 @@ class _TorchTransport(Collective):
     # -- records, barrier
     # ----------------------------------------------------------------------------------------------------------
     def _post(self, seq: int, record: bytes) -> None:
+        self._owned()
         call = self._call(seq)
         raw = _RECORD.pack(seq, len(record)) + record
         call.own[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
@@ -224,6 +227,7 @@ class _TorchTransport(Collective):
             raise self._explain(e, -1) from e
 
     def _record(self, peer: int, seq: int, deadline: float) -> bytes:
+        self._owned()
         call = self._call(seq)
         with self._record_lock:
             work = call.receives.pop(peer, None)
@@ -257,6 +261,10 @@ class _TorchTransport(Collective):
         here = torch.zeros(self.size, 1, dtype=torch.uint8)
         self._swap(list(torch.empty_like(here)), list(here), deadline)
 
+    def _owned(self) -> None:
+        if os.getpid() != self._pid:
+            raise self.fail(CommAborted(f"rank {self.rank}: a forked child cannot use its parent's communicator"))
+
     def _peers(self) -> list[int]:
         return [p for p in range(self.size) if p != self.rank]
 
@@ -276,6 +284,8 @@ class _TorchTransport(Collective):
 
     def _publish(self, fault: CommBackendError) -> None:
         """Tell all ranks why their sockets are going to close, unless somebody has told them already."""
+        if os.getpid() != self._pid:
+            return  # a forked child's fault is its own
         try:
             if not self._notes.check(["fault"]):
                 self._notes.set("fault", pack_fault(fault))  # type: ignore[arg-type]
@@ -338,7 +348,7 @@ class _TorchTransport(Collective):
             self._left = True
             self._bell.set()
             for thread in self._threads:
-                if thread.ident is not None:  # connecting may have failed before it was started
+                if thread.is_alive():
                     thread.join(max(deadline - time.monotonic(), 1.0))
             self._records.clear()
             self._control = None

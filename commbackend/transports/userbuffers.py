@@ -419,6 +419,9 @@ class UserbuffersTransport(OneSided):
     def peek(self, peer: int, seq: int) -> bytes | None:
         return self._board.record(peer, seq)
 
+    def peek(self, peer: int, seq: int) -> bytes | None:
+        return None if self.closed else self._board.record(peer, seq)
+
     def _record(self, peer: int, seq: int, deadline: float) -> bytes:
         (word, value), words = self._board.posted(seq), self._board.words
         if words.wait(peer, word, value, deadline, self._failed):
@@ -427,19 +430,18 @@ class UserbuffersTransport(OneSided):
                 return found
         text = f"rank {self.rank} waited for rank {peer} to enter call {seq} ({self.op or 'a call'})"
         seen = words.read(peer, word)
-        raise self._late(CommTimeout(text, rank=peer, op=self.op, seq=seq, wanted=value, seen=seen))
+        raise self._fails(CommTimeout(text, rank=peer, op=self.op, seq=seq, wanted=value, seen=seen))
 
     def _barrier(self, deadline: float) -> None:
         late = self._board.barrier(deadline, self._failed)
         if late or self._fault is not None:
             text = f"rank {self.rank} waited in a barrier for rank(s) {', '.join(map(str, late))}"
-            raise self._late(CommTimeout(text, rank=late[0] if late else -1, op=self.op, waiting_for=late))
+            raise self._fails(CommTimeout(text, rank=late[0] if late else -1, op=self.op, waiting_for=late))
 
-    def _late(self, error: CommTimeout) -> CommBackendError:
-        """The first fault, which is ``error`` if there was none."""
+    def _fails(self, error: CommBackendError) -> CommBackendError:
+        """As ``abort``, also while closing: the first fault, which is ``error`` if there was none."""
         fault = self.fail(error)
-        if fault is error:
-            self._tell(fault)
+        self._tell(fault)
         return fault
 
     def _failed(self) -> bool:
@@ -465,11 +467,13 @@ class UserbuffersTransport(OneSided):
         if os.getpid() != self._pid:
             self._fault = fault  # without the lock: a thread of the parent may have held it during the fork
             return
-        if fault is None and not self.closed:
-            text = f"rank {peer} died while rank {self.rank} was in {self.op or 'no call'} (call {self.seq})"
+        if fault is None:
+            text = f"rank {peer} died: its process ended while rank {self.rank} was in "
+            text += f"{self.op} (call {self.seq})" if self.op else "no call"
             fault = PeerDied(text, rank=peer, op=self.op, seq=self.seq)
-        if fault is not None:
-            self.fail(fault)
+        if self._fault is None:
+            # Pass it on: peers must not take this rank, which may leave at once, for the one that died.
+            self._fails(fault)
 
     def _release(self) -> None:
         self._watch.ring()
@@ -477,6 +481,8 @@ class UserbuffersTransport(OneSided):
             self._link.interrupt(self._fault)
 
     def _tell(self, fault: CommBackendError) -> None:
+        if os.getpid() != self._pid:
+            return  # a fork has the parent's box mapped, and the parent is fine
         packed = pack_fault(fault)
         self._board.show_fault(packed)
         self._link.tell(packed)
@@ -487,7 +493,7 @@ class UserbuffersTransport(OneSided):
         idle = self._quiesce(deadline)
         if not idle:
             text = f"rank {self.rank}: work on the communicator's streams has not ended before the deadline"
-            self._late(CommTimeout(text, rank=self.rank, op=self.op, seq=self.seq))
+            self._fails(CommTimeout(text, rank=self.rank, op=self.op, seq=self.seq))
         if self._fault is None:
             self._barrier(deadline)
         return idle
@@ -523,6 +529,8 @@ class UserbuffersTransport(OneSided):
                 self._undo.pop_all()
                 self._watch.stop()
         finally:
+            if self._fault is not None:
+                self._tell(self._fault)
             self._drop()
 
     def _drop(self) -> None:
