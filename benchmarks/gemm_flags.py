@@ -53,13 +53,14 @@ CONFIGS = (
     TileConfig(256, 128, 64, 4, 8, split=True),
     TileConfig(128, 128, 64, 4, 8),
     TileConfig(128, 128, 64, 4, 4),
+    TileConfig(128, 128, 64, 3, 4, split=True, ctas=2),
     TileConfig(64, 256, 64, 4, 4, split=True),
     TileConfig(64, 128, 128, 4, 4),
 )
 
 
 def name_of(config: TileConfig) -> str:
-    marks = f"{'s' if config.split else ''}{'d' if config.device_maps else ''}"
+    marks = f"{'s' if config.split else ''}{'d' if config.device_maps else ''}{'x2' if config.ctas == 2 else ''}"
     return f"{config.bm}x{config.bn}x{config.bk}/{config.stages}/{config.warps}{marks}"
 
 
@@ -127,9 +128,7 @@ class Speed:
 def measure(speed: Speed, label: str, kind: str, case: Case, reps: int, results: list[dict[str, Any]]) -> None:
     small = case.m < 1024
     configs = [
-        c
-        for c in speed.configs
-        if (c.bm <= 64 or c.bm * c.bn <= 128 * 128) == small or (case.m <= 2048 and c.bm * c.bn == 128 * 128)
+        c for c in speed.configs if (c.bm * c.bn <= 128 * 128) == small or (case.m <= 2048 and c.bm * c.bn == 128 * 128)
     ]
     configs = configs or speed.configs
     forms = speed.forms(case, kind, configs)
@@ -341,7 +340,8 @@ def warm(args: argparse.Namespace) -> None:
 def parse_config(text: str) -> TileConfig:
     words = text.split(",")
     numbers = [int(w) for w in words if w.isdigit()]
-    return TileConfig(*numbers, split="split" in words, device_maps="maps" in words)
+    ctas = 2 if "x2" in words else 1
+    return TileConfig(*numbers, split="split" in words, device_maps="maps" in words, ctas=ctas)
 
 
 def main() -> int:
@@ -355,7 +355,7 @@ def main() -> int:
         nargs="*",
         type=parse_config,
         default=list(CONFIGS),
-        help="bm,bn,bk,stages,warps[,group][,split][,maps]",
+        help="bm,bn,bk,stages,warps[,group][,split][,maps][,x2]",
     )
     parser.add_argument("--reps", type=int, default=21)
     parser.add_argument("--ranks", type=int, default=2)

@@ -150,7 +150,8 @@ def compile_source(nvrtc: Any, capability: int, source: str = SOURCE) -> bytes:
     try:
         supported = [int(a) for a in check(nvrtc.nvrtcGetSupportedArchs())] if _lists(nvrtc) else []
     except RuntimeError as e:  # cuda-bindings loads libnvrtc at the first call
-        raise Unavailable(f"NVRTC cannot be loaded: {e}", "pip install nvidia-cuda-nvrtc") from e
+        why = " ".join(str(e).split())
+        raise Unavailable(f"NVRTC cannot be loaded: {why}", "pip install nvidia-cuda-nvrtc") from e
     native = not supported or capability in supported
     arch = f"sm_{capability}" if native else f"compute_{max(a for a in supported if a <= capability)}"
     program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"commbackend.cu", 0, [], []))

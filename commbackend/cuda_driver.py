@@ -92,7 +92,8 @@ class Driver:
         try:
             self.call("cuInit", 0)
         except RuntimeError as e:  # cuda-bindings loads libcuda at the first call
-            raise Unavailable(f"the CUDA driver cannot be loaded: {e}", "install the NVIDIA driver") from e
+            why = " ".join(str(e).split())
+            raise Unavailable(f"the CUDA driver cannot be loaded: {why}", "install the NVIDIA driver") from e
         self.device = self.call("cuDeviceGet", ordinal)
         self.context: Any = None
         # The calls of the hot path, looked up once.

@@ -360,7 +360,7 @@ class HostWords(SlotTable):
 
 # -- the board ---------------------------------------------------------------------------------------------------------
 _BARRIER, _POSTED, _PROOF = 0, 1, 2
-_RECORD = struct.Struct("<qq")  # sequence number, length; the bytes follow
+_RECORD = struct.Struct("<qq")  # sequence number + 1 (0: none), length; the bytes follow
 _RING = 4
 
 
@@ -396,29 +396,39 @@ class HostBoard:
 
     # -- records
     def post(self, seq: int, record: bytes) -> None:
-        """Publish the record of call ``seq``; it is readable until ``seq + 4`` is posted. Local."""
-        raw, start = self._raw[self.rank], self._slot(seq)
-        raw[start + _RECORD.size : start + _RECORD.size + len(record)] = record
-        _RECORD.pack_into(raw, start, seq, len(record))
+        """Publish the record of call ``seq`` >= 0; it is readable until ``seq + 4`` is posted. Local."""
+        raw, start = self._raw[self.rank], self._place(seq)
+        body = start + _RECORD.size
+        _RECORD.pack_into(raw, start, 0, 0)  # whoever is reading the record that was here finds it gone
+        self._order(_RELEASE)
+        raw[body : body + len(record)] = record
+        self._order(_RELEASE)
+        _RECORD.pack_into(raw, start, seq + 1, len(record))
         for peer in range(self.size):
             self.words.store(peer, _POSTED, seq + 1)
 
-    #: The word and value that say ``record(peer, seq)`` can be read.
     @staticmethod
     def posted(seq: int) -> tuple[int, int]:
+        """The word and the value that say ``record(peer, seq)`` can be read."""
         return _POSTED, seq + 1
 
     def record(self, peer: int, seq: int) -> bytes | None:
-        """``peer``'s record of call ``seq``, once it is posted; None if it has been overwritten since. Local."""
-        raw, start = self._raw[peer], self._slot(seq)
+        """``peer``'s record of call ``seq``; None if it is not posted yet, or overwritten already. Local."""
+        raw, start = self._raw[peer], self._place(seq)
         found, length = _RECORD.unpack_from(raw, start)
-        if not 0 <= length <= RECORD_NBYTES:
+        if found != seq + 1 or not 0 <= length <= RECORD_NBYTES:
             return None
+        self._order(_ACQUIRE)
         record = bytes(raw[start + _RECORD.size : start + _RECORD.size + length])
-        return record if found == seq == _RECORD.unpack_from(raw, start)[0] else None
+        self._order(_ACQUIRE)
+        return record if _RECORD.unpack_from(raw, start)[0] == found else None
 
-    def _slot(self, seq: int) -> int:
+    def _place(self, seq: int) -> int:
         return self._layout.ring + seq % _RING * (_RECORD.size + RECORD_NBYTES)
+
+    def _order(self, order: int) -> None:
+        if self._machine.fence is not None:
+            self._machine.fence(order)
 
     # -- barrier
     def barrier(self, deadline: float, stop: Callable[[], object]) -> list[int]:
@@ -450,8 +460,7 @@ class HostBoard:
         raw, start = self._raw[self.rank], self._layout.fault
         if not raw[start]:
             raw[start + 8 : start + 8 + FAULT_NBYTES] = packed
-            if self._machine.fence is not None:
-                self._machine.fence(_RELEASE)
+            self._order(_RELEASE)
             raw[start] = 1
 
     def peer_fault(self) -> CommBackendError | None:
@@ -460,8 +469,7 @@ class HostBoard:
         for peer in self._peers:
             raw = self._raw[peer]
             if raw[start]:
-                if self._machine.fence is not None:
-                    self._machine.fence(_ACQUIRE)
+                self._order(_ACQUIRE)
                 return unpack_fault(bytes(raw[start + 8 : start + 8 + FAULT_NBYTES]))
         return None
 

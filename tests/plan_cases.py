@@ -19,6 +19,8 @@ class FakeCaps:
     peer_view: bool = True
     source: str = "any"
     numerics: str = "fixed"
+    stream_ordered: bool = False
+    free_queues: bool = True
 
 
 #: Every combination of roles that changes a plan.
@@ -27,6 +29,8 @@ CAPS = {
     "symmetric": FakeCaps(source="symmetric", collective=False),
     "puts": FakeCaps(peer_view=False, collective=False),
     "collectives": FakeCaps(one_sided=False, peer_view=False),
+    "gpu": FakeCaps(collective=False, stream_ordered=True),
+    "one queue": FakeCaps(collective=False, stream_ordered=True, free_queues=False),
 }
 FLAGS: dict[str, tuple[tuple[str, ...], ...]] = {
     "all_gather_matmul": ((), ("gathered",), ("wgrad",), ("gathered", "wgrad")),
@@ -61,13 +65,13 @@ def problem(
 
 
 def schedules() -> Iterator[tuple[str, tuple[str, ...], str, Knobs]]:
-    """Knobs for every plan that differs by (op, flags, caps, schedule, polls); two chunks and one copy lane."""
+    """Knobs for every plan that differs by (op, flags, caps, schedule, form); two chunks and one copy lane."""
     for op in OPS:
         for flags in FLAGS.get(op, ((),)):
             made = set()
             for name, caps in CAPS.items():
                 wanted = problem(op, flags=flags)
-                for knobs in candidates(wanted, caps):
+                for knobs in candidates(wanted, caps, polling=True):
                     if knobs.schedule == "sequence" or (knobs.chunks, knobs.lanes) == (2, 1):
                         key = (knobs.schedule, plan(wanted, caps, knobs).programs)
                         if key not in made:

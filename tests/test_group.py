@@ -288,7 +288,7 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- launched for real
 
-SCRIPT = """
+SCRIPT = r"""
 import os, sys, subprocess
 {first}
 from commbackend.group import resolve_group
@@ -299,13 +299,15 @@ assert said == [str(r).encode() for r in range(group.size)], said
 assert topology.survey(group).one_host
 seen = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True).stdout.splitlines() if group.rank == 0 else []
 mine = [l.split()[3] for l in seen if f"pid={{os.getpid()}}," in l and not {mpi}]
-print("LISTENS", [a for a in mine if not a.startswith(("127.", "[::1]", "[::ffff:127."))])
+far = [a for a in mine if not a.startswith(("127.", "[::1]", "[::ffff:127."))]
+os.write(1, f"LISTENS {{far}}\n".encode())
 again = resolve_group({given}, name="b")
 again.barrier(); token = group.token
 group.barrier()
 group.close(); again.close()
 third = resolve_group({given})
-print("RANK", third.exchange(b"%d" % third.rank).index(b"%d" % third.rank), "OF", third.size, token.hex())
+place = third.exchange(b"%d" % third.rank).index(b"%d" % third.rank)
+os.write(1, f"RANK {{place}} OF {{third.size}} {{token.hex()}}\n".encode())
 third.close()
 """
 

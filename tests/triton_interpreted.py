@@ -94,14 +94,13 @@ class InterpretedKernel:
 
 
 class InterpretedRuntime(Runtime):
-    def compile(self, kernel: Any, types: Any, constants: Any, aligned: Any, *, warps: int, stages: int) -> Any:
+    def compile(self, kernel: Any, types: Any, constants: Any, aligned: Any, **options: Any) -> Any:
         self.compilations += 1
         return InterpretedKernel(kernel, types, constants)
 
 
 def provider(capability: int = 90, sms: int = 3, **options: Any) -> TritonTile:
-    return TritonTile(runtime=InterpretedRuntime(InterpretedDriver(capability, sms), torch.device("cpu")),
-    **options)  # type: ignore[arg-type]
+    return TritonTile(runtime=InterpretedRuntime(InterpretedDriver(capability, sms), torch.device("cpu")), **options)  # type: ignore[arg-type]
 
 
 def reference(s: GemmSegment) -> torch.Tensor:

@@ -307,12 +307,14 @@ class Runtime:
         *,
         warps: int,
         stages: int,
+        ctas: int = 1,
     ) -> Loaded:
         """Compile ``kernel`` for exactly these argument types and load it.
 
         Args:
             types: Argument name -> Triton type; the names in ``constants`` are compile-time constants.
             aligned: Argument name -> what it is always a multiple of (pointers: bytes).
+            ctas: Most blocks on one SM.
         """
         compiled = compile_offline(kernel, types, constants, aligned, self.capability, warps=warps, stages=stages)
         meta = compiled.metadata

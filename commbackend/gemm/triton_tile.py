@@ -50,7 +50,7 @@ class TileConfig:
         stages, warps: As Triton means them.
         group: Row blocks that share columns of b in L2.
         split: Store the tile in two halves: half the shared memory for the result.
-        device_maps: Tensor maps are made by the kernel instead of by the host.
+        device_maps: Tensor maps are made by the kernel instead of by the host; its launches must not overlap then.
         ctas: Tiles in flight on one SM; what one does between two tiles hides behind the other.
     """
 
@@ -70,7 +70,7 @@ class TileConfig:
         """
         tile = self.bm * self.bn * out_itemsize // (2 if self.split else 1)
         step = (self.bm + self.bn) * self.bk * itemsize
-        return self.ctas * ((self.stages * step + tile if bulk else max((self.stages - 1) * step, tile)) + 2048)
+        return self.ctas * ((self.stages * step + tile if bulk else max((self.stages - 1) * step, tile)) + 256)
 
 
 # By capability class and by m x n tiles: first entry whose ``tiles`` the problem reaches, measured, not searched at
@@ -297,7 +297,13 @@ class TritonTile(GemmProvider):
             if v not in self._variants:
                 kernel, types, constants, aligned = specify(v)
                 self._variants[v] = self.runtime.compile(
-                    kernel, types, constants, aligned, warps=v.config.warps, stages=v.config.stages
+                    kernel,
+                    types,
+                    constants,
+                    aligned,
+                    warps=v.config.warps,
+                    stages=v.config.stages,
+                    ctas=v.config.ctas,
                 )
             kernels[layout] = self._variants[v], v.config
         return Kernel(self, problem, kernels, self._tables, self._calls)

@@ -225,11 +225,9 @@ def merged(segments: Iterable[Segment]) -> list[Segment]:
 
 def _joined(first: Segment, second: Segment) -> Segment | None:
     """Both as one segment, if the rows of ``second`` follow those of ``first`` in every operand."""
-    pairs = list(zip((first.a, first.out, *first.addends), (second.a, second.out, *second.addends)))
-    together = [replace(f, rows=f.rows + s.rows) for f, s in pairs]
-    if any(replace(s, row=f.row, rows=f.rows + s.rows) != t or s.row != f.row + f.rows
-           for (f, s), t in zip(pairs, together)):
+    ours, theirs = ((s.a, s.out, *s.addends) for s in (first, second))
+    follows = tuple(replace(r, row=r.row + r.rows, rows=t.rows) for r, t in zip(ours, theirs)) == theirs
+    if not follows or (first.b, first.bias, first.ready, first.done) != (second.b, second.bias, (), ()):
         return None
-    whole = replace(first, a=together[0], out=together[1], addends=tuple(together[2:]))
-    same = (first.b, first.bias, first.ready, first.done) == (second.b, second.bias, (), ())
-    return whole if same else None
+    a, out, *addends = (replace(r, rows=r.rows + t.rows) for r, t in zip(ours, theirs))
+    return replace(first, a=a, out=out, addends=tuple(addends))

@@ -133,29 +133,31 @@ def _consume(d: Draft, g: Gather, arrived: dict[int, Layout], whole: str | None 
     if not d.knobs.polls:
         for p in live:
             d.gemm(d.rows_product(mine, own, p.weight, shards.gathered(p.out, me), bias=p.bias))
-    # Where there is nothing to multiply the caller's lane copies; else it must not be held up by copies.
     copies: list[int | None] = []
-    if whole:
-        lane = d.copy_lane() if g.products else 0
-        copies.append(d.move(lane, own, shards.gathered(whole, me), mine))
+
+    def copy(i: int, rank: int, src: Layout, piece: Piece, ready: int | None = None) -> None:
+        # Where there is nothing to multiply the caller's lane copies; else it must not be held up by copies.
+        lane = d.copy_lane(i) if g.products else 0
+        copies.append(d.move(lane, src, shards.gathered(whole, rank), piece, (ready,)) if whole else None)
+
+    copy(0, me, own, mine)
     if d.knobs.polls:
         _launch_polling(d, live, arrived)
-    for part in parted(list(enumerate(_arrivals(d))), 0 if d.knobs.polls else d.knobs.blocks):
-        ready: list[int | None] = []
-        for i, (peer, piece, slot) in part:
-            lane = d.copy_lane(i) if g.products and d.knobs.polls and whole else 0
-            polled = d.knobs.polls and not whole and piece and live
-            ready.append(None if polled else d.wait(lane, peer, slot, piece, arrived[peer]))
-        for p in () if d.knobs.polls else live:
+        for i, (peer, piece, slot) in enumerate(_arrivals(d)):
+            if whole or not (piece and live):
+                ready = d.wait(d.copy_lane(i) if whole else 0, peer, slot, piece, arrived[peer])
+                copy(i, peer, arrived[peer], piece, ready)
+        return copies
+    for part in parted(list(enumerate(_arrivals(d))), d.knobs.blocks):
+        waits = [d.wait(0, peer, slot, piece, arrived[peer]) for _, (peer, piece, slot) in part]
+        for p in live:
             segments: list[Segment] = []
             for _, (peer, piece, _) in part:
                 out = shards.gathered(p.out, peer)
                 segments += d.rows_product(piece, arrived[peer], p.weight, out, bias=p.bias)
             d.gemm(merged(segments))
-        for (i, (peer, piece, _)), here in zip(part, ready):
-            if whole:
-                lane = d.copy_lane(i) if g.products else 0
-                copies.append(d.move(lane, arrived[peer], shards.gathered(whole, peer), piece, (here,)))
+        for ready, (i, (peer, piece, _)) in zip(waits, part):
+            copy(i, peer, arrived[peer], piece, ready)
     return copies
 
 

@@ -68,6 +68,7 @@ def _stays_broken(h: Harness, slots: Any) -> None:
         verbs += [(h.t.all_reduce, (x, x)), (h.t.all_gather, ([x] * h.size, x))]
     for call, args in verbs:
         assert h.raises(CommBackendError, call, *args) is first, f"{call.__name__} raised another fault"
+    h.t.peek(h.next, 0)
     error = h.raises(CommBackendError, h.one.wait, h.next, Slot(slots, 0, 1), deadline=h.soon())
     assert error is first
     with h.takes(0.0, 2.0):

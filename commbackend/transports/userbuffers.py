@@ -417,9 +417,6 @@ class UserbuffersTransport(OneSided):
         self._board.post(seq, record)
 
     def peek(self, peer: int, seq: int) -> bytes | None:
-        return self._board.record(peer, seq)
-
-    def peek(self, peer: int, seq: int) -> bytes | None:
         return None if self.closed else self._board.record(peer, seq)
 
     def _record(self, peer: int, seq: int, deadline: float) -> bytes:

@@ -1,0 +1,189 @@
+"""Which knobs may be tried for a problem, and which are used when nothing was measured."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from ..errors import PlanError
+from ..plan import ITEMSIZE, Knobs, PlanCaps, Problem
+from .catalog import POLLING, SCHEDULES, supports
+from .shards import Piece, cut
+
+__all__ = ["candidates", "default_knobs"]
+
+_CHUNK_COUNTS = (1, 2, 4, 8, 16, 32)
+#: Below this many bytes for one peer, a second lane costs more than it hides.
+_TINY_NBYTES = 64 << 10
+#: A chunk that a host's copy thread moves at full speed.
+_CHUNK_NBYTES = 2 << 20
+#: Chunks that a GPU's copy engine moves at about four fifths and at half of its full speed: fewer, larger ones where a
+#: chunk costs launches, smaller ones where a kernel polls.
+_ENGINE_NBYTES, _POLLED_NBYTES = 16 << 20, 4 << 20
+#: All-reduces up to this size send everything to everyone.
+_ONE_SHOT_NBYTES = 256 << 10
+
+
+def candidates(problem: Problem, caps: PlanCaps, polling: bool = False) -> list[Knobs]:
+    """Return all knobs worth trying: every legal schedule, in forms and chunk counts whose plans differ.
+
+    Args:
+        polling: Whether a GEMM provider is there that polls.
+    """
+    if problem.size == 1:
+        return [default_knobs(problem, caps)]
+    cuts: dict[object, int] = {}
+    #: The least count that cuts this problem in the same way, by count and by what is cut.
+    same = {(c, whole): cuts.setdefault(_cuts(problem, c, whole), c) for c in _CHUNK_COUNTS for whole in (False, True)}
+    found: dict[object, Knobs] = {}
+    for schedule in SCHEDULES.get(problem.op, ()):
+        if supports(problem, caps, Knobs(schedule)) is not None:
+            continue
+        if schedule == "sequence":
+            found.setdefault(_plan_key(problem, caps, knobs := Knobs(schedule, 1, 0)), knobs)
+            continue
+        one_shot = schedule.startswith("one_shot")
+        for chunks in (c for c in _CHUNK_COUNTS if same[c, one_shot] == c):
+            for knobs in _forms(problem, caps, Knobs(schedule, chunks), polling):
+                found.setdefault(_plan_key(problem, caps, knobs), knobs)
+    return list(found.values())
+
+
+def _cuts(problem: Problem, chunks: int, whole: bool) -> tuple[bool, tuple[tuple[Piece, ...], ...]]:
+    """How all rows (``whole``), or the shards, of a problem are cut."""
+    lengths = [problem.total] if whole else sorted(set(problem.rows))
+    return whole, tuple(cut(rows, problem.blocks, chunks) for rows in lengths)
+
+
+def _forms(problem: Problem, caps: PlanCaps, knobs: Knobs, polling: bool) -> Iterator[Knobs]:
+    """The forms of a schedule: lanes, row blocks where a launch is dear, and polling."""
+    blocks: Sequence[int] = (0, 1, 2) if caps.stream_ordered else (0,)
+    for lanes, block in itertools.product((0, 1, 2), blocks):
+        yield Knobs(knobs.schedule, knobs.chunks, lanes, blocks=block)
+    if polling and knobs.schedule in POLLING.get(problem.op, ()):
+        gathers = problem.op == "all_gather_matmul"
+        for lanes, folds in itertools.product((0, 1, 2) if gathers else (1, 2), (True,) if gathers else (True, False)):
+            polled = Knobs(knobs.schedule, knobs.chunks, lanes, True, folds)
+            if supports(problem, caps, polled) is None:
+                yield polled
+
+
+def _plan_key(problem: Problem, caps: PlanCaps, knobs: Knobs) -> object:
+    """What tells the plan of ``knobs`` from those of other knobs with other cuts."""
+    puts = knobs.schedule != "collective" and caps.one_sided
+    if problem.op == "dgrad_all_reduce" and "no_dgrad" in problem.flags:
+        return None  # the wgrad product alone: nothing travels
+    if "no_dgrad" in problem.flags:
+        return puts, knobs.chunks, min(knobs.lanes, _lanes_used(problem, knobs))
+    blocks = 0 if knobs.blocks >= _gated(problem, knobs) else knobs.blocks
+    lanes = min(knobs.lanes, _lanes_used(problem, knobs))
+    return knobs.schedule, knobs.chunks, lanes, knobs.polls, knobs.folds, blocks
+
+
+def _lanes_used(problem: Problem, knobs: Knobs) -> int:
+    """How many copy lanes can make a difference: 0, 1, or 2 for any number."""
+    op, schedule, many = problem.op, knobs.schedule, 2 if problem.size > 2 else 1
+    if schedule == "collective":
+        return 1
+    if op in ("all_gather", "all_gather_matmul"):
+        copies = "gathered" in problem.flags or (schedule == "pull" and "wgrad" in problem.flags)
+        used = many if schedule == "push" else 1
+        return 2 if copies and _arrivals(problem, knobs) > 1 else used
+    if schedule in ("push", "one_shot", "two_shot"):
+        used = many
+    else:
+        used = 1 if op in ("reduce_scatter", "all_reduce") and "direct" not in schedule else 0
+    gathers = op == "dgrad_reduce_scatter" and "wgrad" in problem.flags and "saved" not in problem.flags
+    return max(used, many) if gathers else used
+
+
+def _arrivals(problem: Problem, knobs: Knobs) -> int:
+    """Chunks that rank 0 receives of its peers on the gather side."""
+    return sum(len(cut(rows, problem.blocks, knobs.chunks)) for rows in problem.rows[1:])
+
+
+def _gated(problem: Problem, knobs: Knobs) -> int:
+    """Row blocks that can be gated one by one: ``blocks`` from there on, and 0, mean this many. 0: blocks mean nothing."""
+    if knobs.polls or not problem.n:
+        return 0
+    if knobs.schedule == "collective":
+        gathers = problem.op == "all_gather_matmul"
+        return max(len(cut(rows, problem.blocks, knobs.chunks)) for rows in problem.rows) if gathers else 0
+    if knobs.schedule in ("push", "two_shot") or (problem.op, knobs.schedule) == ("all_gather_matmul", "pull"):
+        return _arrivals(problem, knobs)
+    return 0
+
+
+def default_knobs(problem: Problem, caps: PlanCaps, polling: bool = False) -> Knobs:
+    """Return the knobs used when none are given and none were measured. A rule by bytes:
+
+    * one rank: nothing travels, the first schedule in its one form;
+    * transports with collectives only: ``collective``;
+    * with peer views, ranks read each other's memory (``pull``; all-reduces ``one_shot_pull`` while small); else, and
+      always on GPUs (``stream_ordered``), they put (``push``, ``one_shot``, ``two_shot``);
+    * what one rank sends to one peer below 64 KiB: one chunk, everything in the caller's lane; above: one copy lane, in
+      chunks of about 2 MiB, at most 8;
+    * on GPUs one copy lane for one peer, two for more, and chunks of about 16 MiB, at most 4. Libraries lose time with
+      every row block, so peers' rows are multiplied in one (two, where there is more than one peer), and the gather
+      side sends whole shards, since smaller chunks would gate nothing;
+    * on GPUs with ``polling`` the reduce side polls, and the gather side does with more than one peer: chunks of about
+      4 MiB, at most 4. The kernel folds received partials in unless a wgrad product can hide their journey.
+
+    Args:
+        polling: Whether a GEMM provider is there that polls.
+    Raises:
+        PlanError: No schedule can serve the problem; the message lists the reasons.
+    """
+    schedule = _default_schedule(problem, caps)
+    nbytes = _peer_nbytes(problem)
+    if problem.size == 1 or nbytes < _TINY_NBYTES or (caps.stream_ordered and schedule == "one_shot"):
+        # All in the caller's lane; on a GPU a launch costs more than the wait for the last peer.
+        knobs = Knobs(schedule, 1, lanes=0, blocks=int(caps.stream_ordered and problem.size > 1))
+    elif caps.stream_ordered:
+        knobs = _on_gpu(problem, caps, schedule, polling)
+    else:
+        knobs = Knobs(schedule, _chunks(nbytes, _CHUNK_NBYTES, 8), lanes=1)
+    if (reason := supports(problem, caps, knobs)) is not None:
+        raise PlanError(f"no schedule for {problem}: {reason}")
+    return knobs
+
+
+def _on_gpu(problem: Problem, caps: PlanCaps, schedule: str, polling: bool) -> Knobs:
+    nbytes, lanes = _peer_nbytes(problem), 1 if problem.size == 2 else 2
+    gathers = problem.op == "all_gather_matmul"
+    if polling and caps.one_sided and (not gathers or problem.size > 2):
+        for chunks in range(_chunks(nbytes, _POLLED_NBYTES, 4), 0, -1):
+            polled = Knobs(schedule, chunks, lanes, True, gathers or (caps.free_queues and "wgrad" not in problem.flags))
+            if supports(problem, caps, polled) is None:
+                return polled
+    chunks = 1 if gathers else _chunks(nbytes, _ENGINE_NBYTES, 4)
+    return Knobs(schedule, chunks, lanes, blocks=1 if problem.size == 2 else 2)
+
+
+def _chunks(nbytes: int, chunk_nbytes: int, most: int) -> int:
+    return max(1, min(most, nbytes // chunk_nbytes))
+
+
+def _default_schedule(problem: Problem, caps: PlanCaps) -> str:
+    op = problem.op
+    if problem.size == 1:
+        return next(iter(SCHEDULES.get(op, ("",))))
+    if not caps.one_sided:
+        return "collective"
+    reads = caps.peer_view and not caps.stream_ordered
+    if op.endswith("all_reduce"):
+        small = problem.total * _cols(problem) * ITEMSIZE.get(problem.dtype, 1) <= _ONE_SHOT_NBYTES
+        return ("one_shot" if small else "two_shot") + ("_pull" if reads else "")
+    if op == "reduce_scatter":
+        return "push"
+    return "pull" if reads else "push"
+
+
+def _cols(problem: Problem) -> int:
+    """Columns of what travels."""
+    return problem.n[0] if problem.op in ("matmul_reduce_scatter", "matmul_all_reduce") else problem.k
+
+
+def _peer_nbytes(problem: Problem) -> int:
+    """Bytes the longest shard sends to one peer."""
+    return problem.blocks * max(problem.rows) * _cols(problem) * ITEMSIZE.get(problem.dtype, 1)
