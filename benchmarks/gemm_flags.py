@@ -127,9 +127,10 @@ class Speed:
 
 def measure(speed: Speed, label: str, kind: str, case: Case, reps: int, results: list[dict[str, Any]]) -> None:
     small = case.m < 1024
-    configs = [
-        c for c in speed.configs if (c.bm * c.bn <= 128 * 128) == small or (case.m <= 2048 and c.bm * c.bn == 128 * 128)
-    ]
+    square = 128 * 128
+    configs = [c for c in speed.configs if (c.bm * c.bn <= square) == small or c.ctas > 1]
+    if case.m == 2048:
+        configs += [c for c in speed.configs if c.bm * c.bn == square and c not in configs]
     configs = configs or speed.configs
     forms = speed.forms(case, kind, configs)
     for name, (kernel, segments, sms) in forms.items():

@@ -37,7 +37,7 @@ _HOME = {
     "stats": "communicator",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - _HOME's keys are strings
 
 if TYPE_CHECKING:
     from .communicator import Communicator as Communicator

@@ -206,8 +206,18 @@ class Binder:
         return run
 
     def _reduce(self, step: Reduce) -> Callable[[Call], None]:
-        dst, *srcs = map(self._getter, _alike(step.dst, *step.srcs))
+        regions = _alike(step.dst, *step.srcs)
+        dst, *srcs = map(self._getter, regions)
         bias = self._getter(step.bias) if step.bias is not None else None
+        kernel = self._engine.sum_kernel(self._dtypes[step.dst.buf], len(srcs))
+        if kernel is not None and regions[0].blocks == 1:
+            fused = kernel
+
+            def launch(call: Call) -> None:
+                row = bias(call)[0] if bias is not None else None
+                fused(dst(call), [s(call) for s in srcs], bias=row)
+
+            return launch
 
         def run(call: Call) -> None:
             reduce_into(dst(call), [s(call) for s in srcs], bias(call)[0] if bias is not None else None)

@@ -57,6 +57,8 @@ __all__ = [
     "Rendezvous",
     "Slot",
     "SlotTable",
+    "SumKernel",
+    "SumProvider",
     "SymBuffer",
     "Transport",
     "Window",
@@ -631,6 +633,29 @@ class GemmKernel(Protocol):
     def granularity(self) -> int: ...
 
     def __call__(self, segments: Sequence[GemmSegment], *, stream: int | None = None, sm_limit: int = 0) -> None: ...
+
+
+class SumKernel(Protocol):
+    """A prepared sum: out = srcs[0] + srcs[1] + ... (+ bias row), in that order, accumulated in fp32, rounded once.
+
+    Tensors are (rows, n) with unit column stride. Calling it allocates nothing and never synchronises.
+    """
+
+    def __call__(
+        self, out: Tensor, srcs: Sequence[Tensor], *, bias: Tensor | None = None, stream: int | None = None
+    ) -> None: ...
+
+
+class SumProvider(ABC):
+    """The role of GEMM providers that also sum received partials in one kernel."""
+
+    @abstractmethod
+    def sums(self, dtype: torch.dtype, count: int) -> str | None:
+        """Return None if sums of ``count`` tensors of ``dtype`` are offered, else the reason in one line."""
+
+    @abstractmethod
+    def prepare_sum(self, dtype: torch.dtype, count: int) -> SumKernel:
+        """Compile what a launch needs. Cached. Raises Unsupported with the reason of ``sums``."""
 
 
 class GemmProvider(ABC):

@@ -15,7 +15,7 @@ import torch
 
 from .binding import ALIGN, Binder, Bound, aligned
 from .contract import Collective as CollectiveRole
-from .contract import GemmKernel, GemmProblem, GemmProvider, OneSided, SymBuffer, Transport
+from .contract import GemmKernel, GemmProblem, GemmProvider, OneSided, SumKernel, SumProvider, SymBuffer, Transport
 from .errors import CollectiveMismatch, CommBackendError, Unsupported
 from .lanes import HostLanes, Recorder
 from .plan import (
@@ -251,6 +251,13 @@ class Engine:
             else:
                 raise Unsupported(f"no GEMM provider for {problem}: " + "; ".join(reasons or ["none configured"]))
         return found
+
+    def sum_kernel(self, dtype: torch.dtype, count: int) -> SumKernel | None:
+        """Return the prepared kernel that sums ``count`` tensors of ``dtype``, or None: then torch sums."""
+        for provider in self._providers:
+            if isinstance(provider, SumProvider) and provider.sums(dtype, count) is None:
+                return provider.prepare_sum(dtype, count)
+        return None
 
     def supports(self, problem: GemmProblem) -> str | None:
         """Return None if some provider supports ``problem``, else all reasons in one line."""

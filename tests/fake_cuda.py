@@ -815,13 +815,6 @@ class ProcessUserbuffers(FakeUserbuffers):
             cls.fakes[group.rank] = FakeCuda(gpus(8), [group.rank, (group.rank + 1) % 8], blocking=True)
         fake = cls.fakes[group.rank]
         torch.cuda.synchronize = lambda *_: fake.synchronize()  # type: ignore[assignment]
-        streams = threading.local()  # torch's current stream is a thread's own, too
-
-        def current_stream(*_: object) -> SimpleNamespace:
-            if not hasattr(streams, "it"):
-                main = threading.current_thread() is threading.main_thread()
-                streams.it = SimpleNamespace(cuda_stream=0 if main else fake.new_stream())
-            return streams.it
-
-        torch.cuda.current_stream = current_stream  # type: ignore[assignment]
+        torch.cuda.current_stream = lambda *_: SimpleNamespace(cuda_stream=0)  # type: ignore[assignment]
+        torch.cuda.Stream = lambda *_: SimpleNamespace(cuda_stream=fake.new_stream())  # type: ignore[assignment,misc]
         return super().connect(group, device, options)

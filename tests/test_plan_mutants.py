@@ -11,7 +11,7 @@ from plan_machine import run_calls
 
 from commbackend.check import check
 from commbackend.errors import PlanError
-from commbackend.plan import CREDIT, Gemm, Knobs, Plan, Problem, Put, Reduce, Signal, Step, Wait
+from commbackend.plan import CREDIT, Gemm, Knobs, Plan, Problem, Put, Reduce, Segment, Signal, Step, Wait
 from commbackend.schedules import plan, supports
 
 SCHEDULED = list(schedules())
@@ -38,9 +38,25 @@ def altered(size: int, rank: int, step: Step) -> Iterator[tuple[str, Step]]:
         yield "misses a summand", dataclasses.replace(step, srcs=step.srcs[1:])
     if isinstance(step, Gemm):
         for i, s in enumerate(step.segments):
-            if s.ready:
-                changed = (*step.segments[:i], dataclasses.replace(s, ready=()), *step.segments[i + 1 :])
-                yield f"segment {i} does not poll", dataclasses.replace(step, segments=changed)
+            for what, changed in altered_segment(rank, s):
+                segments = (*step.segments[:i], changed, *step.segments[i + 1 :])
+                yield f"segment {i} {what}", dataclasses.replace(step, segments=segments)
+
+
+def altered_segment(rank: int, s: Segment) -> Iterator[tuple[str, Segment]]:
+    """What a planner might get wrong in one segment."""
+    for name in ("ready", "done"):
+        for i, (peer, word) in enumerate(pairs := getattr(s, name)):
+            for what, pair in (("misses", ()), ("names another word of", ((peer, word + 1),))):
+                changed = dataclasses.replace(s, **{name: (*pairs[:i], *pair, *pairs[i + 1 :])})
+                yield f"{what} {name} {i}", changed
+    for peer, word in s.done:
+        yield "tells a peer", dataclasses.replace(s, done=((rank - 1, word),))
+    if s.addends:
+        yield "misses an addend", dataclasses.replace(s, addends=s.addends[1:])
+        yield "adds twice", dataclasses.replace(s, addends=(*s.addends, s.addends[0]))
+    if s.bias:
+        yield "misses the bias", dataclasses.replace(s, bias=None)
 
 
 def mutants(whole: Plan, rank: int) -> Iterator[tuple[str, Step, Plan]]:
@@ -82,7 +98,9 @@ def caught(mutant: Plan, companions: list[Plan], wanted: Problem, caps: str) -> 
 @pytest.mark.parametrize(("op", "flags", "caps", "knobs"), SCHEDULED, ids=lambda v: str(v)[:40])
 def test_a_planner_that_forgets_anything_is_caught(op: str, flags: tuple[str, ...], caps: str, knobs: Knobs) -> None:
     weights = 2 if op in FLAGS and op.startswith("dgrad") else 1
-    wanted = problem(op, (4, 2, 4), blocks=2, flags=flags, weights=weights)
+    if knobs.polls and "reduce" in op:
+        weights = 1
+    wanted = problem(op, (4, 2, 4), blocks=2, flags=flags, weights=weights, bias=True)
     whole = plan(wanted, CAPS[caps], knobs)
     # A call after one whose peers read this rank's heap needs more credits than one among its like.
     reading = problem("all_gather", (4, 2, 4))

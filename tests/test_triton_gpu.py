@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from commbackend.contract import DeviceSlotTable, SlotTable
 from commbackend.errors import Unavailable
 from commbackend.gemm.triton_tile import TritonTile
+from commbackend.testing import GemmSuite
 
 pytestmark = pytest.mark.gpu
 
@@ -19,6 +22,34 @@ try:
     TritonTile.probe(torch.device("cuda"))
 except Unavailable as e:
     pytest.skip(f"triton provider: {e}", allow_module_level=True)
+
+
+class HostWords(DeviceSlotTable):
+    """Slots in pinned memory: the host reads and writes them while a kernel polls."""
+
+    def __init__(self, words: int) -> None:
+        self.words, self.memory = words, torch.zeros(words, dtype=torch.int64, pin_memory=True)
+
+    def read(self, writer: int, word: int) -> int:
+        return int(self.memory[word])
+
+    def close(self) -> None:
+        """The tensor goes with the object."""
+
+    def address(self, writer: int, word: int) -> int:
+        return self.memory.data_ptr() + 8 * word
+
+    def peer_address(self, peer: int, word: int) -> int:
+        return self.address(peer, word)
+
+
+class TestSuite(GemmSuite):
+    provider = "commbackend.gemm.triton_tile:TritonTile"
+    device = "cuda"
+
+    def slots(self, words: int) -> tuple[SlotTable, Callable[[int, int], None]]:
+        table = HostWords(words)
+        return table, lambda word, value: table.memory.__setitem__(word, value)
 
 
 @pytest.fixture(scope="module")

@@ -320,35 +320,14 @@ def _phase(
             col = (inner // high) * BN
             if ADDENDS and POLLS:
                 _prefetch(seg, row, col, rows, n, OUT, BM, BN)
-            acc = _products(
-                a,
-                b,
-                a_row,
-                row,
-                rows,
-                col,
-                n,
-                k,
-                lda,
-                ldb,
-                a_step,
-                b_step,
-                BM,
-                BN,
-                BK,
-                BULK,
-                ALIGNED,
-                B_COLS,
-                EVEN_K,
-                EXACT,
-            )
+            acc = _products(a, b, a_row, row, rows, col, n, k, lda, ldb, a_step, b_step,
+                            BM, BN, BK, BULK, ALIGNED, B_COLS, EVEN_K, EXACT)  # fmt: skip
             if SPLIT:
                 left, right = acc.reshape((BM, 2, BN // 2)).permute(0, 2, 1).split()
-                _finish(left, seg, row, col, n, o, c, ldc, bias, scale_a, scale_a_rows, scale_b, scale_b_rows,
-                        OUT, BM, BN // 2, BULK, ALIGNED, BIAS, ADDENDS, SCALES)  # fmt: skip
-                _finish(right, seg, row, col + BN // 2, n, o, c, ldc, bias, scale_a, scale_a_rows, scale_b,
-                scale_b_rows,
-                        OUT, BM, BN // 2, BULK, ALIGNED, BIAS, ADDENDS, SCALES)  # fmt: skip
+                _finish(left, seg, row, col, n, o, c, ldc, bias, scale_a, scale_a_rows,
+                        scale_b, scale_b_rows, OUT, BM, BN // 2, BULK, ALIGNED, BIAS, ADDENDS, SCALES)  # fmt: skip
+                _finish(right, seg, row, col + BN // 2, n, o, c, ldc, bias, scale_a, scale_a_rows,
+                        scale_b, scale_b_rows, OUT, BM, BN // 2, BULK, ALIGNED, BIAS, ADDENDS, SCALES)  # fmt: skip
             else:
                 _finish(acc, seg, row, col, n, o, c, ldc, bias, scale_a, scale_a_rows, scale_b, scale_b_rows,
                         OUT, BM, BN, BULK, ALIGNED, BIAS, ADDENDS, SCALES)  # fmt: skip
@@ -379,8 +358,7 @@ def gemm_kernel(
     scale_a_rows, scale_b_rows, split, segments, seals, base, timeout_ns,
     OUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     BULK: tl.constexpr, MAPS: tl.constexpr, ALIGNED: tl.constexpr, B_COLS: tl.constexpr, EVEN_K: tl.constexpr,
-    EXACT: tl.constexpr,
-    POLLS: tl.constexpr, BIAS: tl.constexpr, ADDENDS: tl.constexpr, SCALES: tl.constexpr,
+    EXACT: tl.constexpr, POLLS: tl.constexpr, BIAS: tl.constexpr, ADDENDS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """out = a @ b.T (+ bias) (+ addends) over segments; see the module's head.
 
@@ -406,12 +384,12 @@ def gemm_kernel(
         base += tl.load(epoch)
     _phase(0, split, da0, db, do0, c0, bias, scale_a0, scale_b, table, fault, fault_host,
            n, k, lda0, ldb, ldc0, a_step, b_step, scale_a_rows, scale_b_rows, base, timeout_ns,
-           OUT, BM, BN, BK, GROUP, SPLIT, BULK, ALIGNED, B_COLS, EVEN_K, EXACT, POLLS, BIAS, ADDENDS,
-           SCALES)  # fmt: skip
+           OUT, BM, BN, BK, GROUP, SPLIT, BULK, ALIGNED, B_COLS, EVEN_K, EXACT,
+           POLLS, BIAS, ADDENDS, SCALES)  # fmt: skip
     _phase(split, segments, da1, db, do1, c1, bias, scale_a1, scale_b, table, fault, fault_host,
            n, k, lda1, ldb, ldc1, a_step, b_step, scale_a_rows, scale_b_rows, base, timeout_ns,
-           OUT, BM, BN, BK, GROUP, SPLIT, BULK, ALIGNED, B_COLS, EVEN_K, EXACT, POLLS, BIAS, ADDENDS,
-           SCALES)  # fmt: skip
+           OUT, BM, BN, BK, GROUP, SPLIT, BULK, ALIGNED, B_COLS, EVEN_K, EXACT,
+           POLLS, BIAS, ADDENDS, SCALES)  # fmt: skip
     if POLLS:
         if seals != 0:
             _stored(BULK)

@@ -15,7 +15,7 @@ from ..contract import DeviceSlotTable, GemmSegment, Slot
 from ..errors import ShapeError, Unsupported
 from .triton_launch import Runtime
 
-__all__ = ["Frame", "Launch", "Table", "Tables", "grouped", "tabulate"]
+__all__ = ["Frame", "Launch", "Table", "Tables", "grouped", "identity", "tabulate"]
 
 LAUNCH_WORDS, SEGMENT_WORDS = 2, 12
 # Size of one table, and how many launches of different layout are remembered.
@@ -117,6 +117,24 @@ def grouped(segments: Sequence[GemmSegment]) -> list[Launch]:
         frame.take(s)
         launch.frames.append(frame)
     return launches
+
+
+def identity(s: GemmSegment, base: int) -> tuple[Any, ...]:
+    """All that binding a launch to ``s`` looks at."""
+    key: list[Any] = []
+    for t in (s.a, s.b, s.out):
+        key += (t.data_ptr(), t.shape, t.stride(), t.dtype)
+    key += (s.a.untyped_storage().data_ptr(), s.out.untyped_storage().data_ptr())
+    for row in (s.bias, s.scale_a, s.scale_b, *s.addends):
+        key.append(None if row is None else (row.data_ptr(), row.shape, row.stride(), row.dtype))
+    if s.scale_a is not None:
+        key.append(s.scale_a.untyped_storage().data_ptr())
+    for rank, slot in s.ready:
+        key += (rank, slot.table, slot.word, slot.value - base)
+    key.append(len(s.ready))
+    for rank, slot in s.done:
+        key += (rank, slot.table, slot.word, slot.value - base)
+    return tuple(key)
 
 
 class Table(NamedTuple):

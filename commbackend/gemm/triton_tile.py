@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from ..contract import GemmProblem, GemmProvider, GemmSegment
+from ..contract import GemmProblem, GemmProvider, GemmSegment, SumProvider
 from ..errors import ShapeError, Unavailable, Unsupported
 from .triton_launch import DTYPES, CudaDriver, Loaded, Runtime
-from .triton_segments import Launch, Table, Tables, grouped, tabulate
+from .triton_reduce import ReduceKernel, summable
+from .triton_segments import Launch, Table, Tables, grouped, identity, tabulate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,7 +176,7 @@ def specify(v: Variant) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, 
     return gemm_kernel, types, constants, aligned
 
 
-class TritonTile(GemmProvider):
+class TritonTile(GemmProvider, SumProvider):
     """Products of bf16, fp16 and fp8 that poll and raise slots inside the kernel.
 
     Args:
@@ -197,6 +198,7 @@ class TritonTile(GemmProvider):
         self._runtime = runtime
         self._variants: dict[Variant, Loaded] = {}
         self._kernels: dict[GemmProblem, Kernel] = {}
+        self._sums: dict[tuple[torch.dtype, int], ReduceKernel] = {}
         self._tables: Tables | None = None
         self._lock, self._calls = threading.Lock(), threading.Lock()
 
@@ -249,6 +251,9 @@ class TritonTile(GemmProvider):
                 return f"fp8 products need k % 16 == 0 and n % 8 == 0: k is {problem.k}, n is {problem.n}"
             if not problem.scales:
                 return "fp8 products need scales"
+            found = self.runtime.capability
+            if found < 89:
+                return f"fp8 products need capability 8.9 (Ada, Hopper): this device has {found // 10}.{found % 10}"
             return None
         if problem.dtype not in _WIDE:
             return f"the triton provider multiplies bfloat16, float16 and fp8, not {problem.dtype}"
@@ -270,14 +275,23 @@ class TritonTile(GemmProvider):
                 found = self._kernels[problem] = self._prepare(problem)
             return found
 
+    def sums(self, dtype: torch.dtype, count: int) -> str | None:
+        """bf16, fp16 and fp32, up to 16 partials."""
+        return summable(dtype, count)
+
+    def prepare_sum(self, dtype: torch.dtype, count: int) -> ReduceKernel:
+        """Compile the sum of ``count`` partials. Cached."""
+        with self._lock:
+            found = self._sums.get((dtype, count))
+            if found is None:
+                found = self._sums[dtype, count] = ReduceKernel(self.runtime, dtype, count)
+            return found
+
     def variants(self, problem: GemmProblem) -> dict[str, Variant]:
         """Return what ``prepare(problem)`` compiles, by layout of the operands: "nt" and "nn" (b's unit stride along
         k, n), "strided"."""
         runtime = self.runtime
         fp8 = problem.dtype in _FP8
-        if fp8 and runtime.capability < 89:
-            found = f"{runtime.capability // 10}.{runtime.capability % 10}"
-            raise Unsupported(f"fp8 products need capability 8.9 or higher (Ada or Hopper): this device has {found}")
         config = self.config or choose(problem, runtime.capability, runtime.shared_nbytes)
         load = "bulk" if runtime.capability >= 90 else "vector"
         whole = load == "vector" and problem.k % config.bk == 0
@@ -356,7 +370,7 @@ class Kernel:
         self._provider.check()
         where = self._runtime.driver.current_stream() if stream is None else stream
         base = next((slot.value for s in segments for _, slot in (*s.ready, *s.done)), 0)
-        key = tuple(_identity(s, base) for s in segments)
+        key = tuple(identity(s, base) for s in segments)
         with self._lock:
             bound = self._bound.get(key)
             if bound is None:
@@ -474,24 +488,6 @@ class Kernel:
                 "fp8 operands need unit strides along k, and addresses and row strides of 16-byte multiples"
             )
         return "strided"
-
-
-def _identity(s: GemmSegment, base: int) -> tuple[Any, ...]:
-    """All that ``Kernel._bind`` looks at."""
-    key: list[Any] = []
-    for t in (s.a, s.b, s.out):
-        key += (t.data_ptr(), t.shape, t.stride(), t.dtype)
-    key += (s.a.untyped_storage().data_ptr(), s.out.untyped_storage().data_ptr())
-    for row in (s.bias, s.scale_a, s.scale_b, *s.addends):
-        key.append(None if row is None else (row.data_ptr(), row.shape, row.stride(), row.dtype))
-    if s.scale_a is not None:
-        key.append(s.scale_a.untyped_storage().data_ptr())
-    for rank, slot in s.ready:
-        key += (rank, slot.table, slot.word, slot.value - base)
-    key.append(len(s.ready))
-    for rank, slot in s.done:
-        key += (rank, slot.table, slot.word, slot.value - base)
-    return tuple(key)
 
 
 def _row(what: str, row: Tensor | None, counts: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -138,7 +139,8 @@ def default_knobs(problem: Problem, caps: PlanCaps, polling: bool = False) -> Kn
     nbytes = _peer_nbytes(problem)
     if problem.size == 1 or nbytes < _TINY_NBYTES or (caps.stream_ordered and schedule == "one_shot"):
         # All in the caller's lane; on a GPU a launch costs more than the wait for the last peer.
-        knobs = Knobs(schedule, 1, lanes=0, blocks=int(caps.stream_ordered and problem.size > 1))
+        knobs = Knobs(schedule, 1, lanes=0)
+        knobs = _gate(problem, knobs, 1) if caps.stream_ordered and problem.size > 1 else knobs
     elif caps.stream_ordered:
         knobs = _on_gpu(problem, caps, schedule, polling)
     else:
@@ -157,7 +159,12 @@ def _on_gpu(problem: Problem, caps: PlanCaps, schedule: str, polling: bool) -> K
             if supports(problem, caps, polled) is None:
                 return polled
     chunks = 1 if gathers else _chunks(nbytes, _ENGINE_NBYTES, 4)
-    return Knobs(schedule, chunks, lanes, blocks=1 if problem.size == 2 else 2)
+    return _gate(problem, Knobs(schedule, chunks, lanes), 1 if problem.size == 2 else 2)
+
+
+def _gate(problem: Problem, knobs: Knobs, blocks: int) -> Knobs:
+    """The same knobs with at most ``blocks`` row blocks, where there would be more."""
+    return dataclasses.replace(knobs, blocks=blocks) if blocks < _gated(problem, knobs) else knobs
 
 
 def _chunks(nbytes: int, chunk_nbytes: int, most: int) -> int:

@@ -148,7 +148,7 @@ def _consume(d: Draft, g: Gather, arrived: dict[int, Layout], whole: str | None 
                 ready = d.wait(d.copy_lane(i) if whole else 0, peer, slot, piece, arrived[peer])
                 copy(i, peer, arrived[peer], piece, ready)
         return copies
-    for part in parted(list(enumerate(_arrivals(d))), d.knobs.blocks):
+    for part in parted(list(enumerate(_arrivals(d))), d.knobs.blocks if g.products else 0):
         waits = [d.wait(0, peer, slot, piece, arrived[peer]) for _, (peer, piece, slot) in part]
         for p in live:
             segments: list[Segment] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeVar
 
 from ..plan import Problem, Region
@@ -56,6 +57,7 @@ class Layout:
         return replace(self, at=rank)
 
 
+@lru_cache(1024)
 def cut(rows: int, blocks: int, chunks: int) -> tuple[Piece, ...]:
     """Cut a shard into at most ``chunks`` pieces: whole blocks where there are enough of them, else rows of all blocks.
 

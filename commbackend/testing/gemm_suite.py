@@ -155,9 +155,9 @@ class GemmSuite:
             assert torch.equal(out, wanted), f"order {order}: {out[0, 0]} instead of {wanted[0, 0]}"
 
     def test_rounding_comes_last(self) -> None:
-        """bf16 results: 256 + 0.5 + 0.5 + 3 is 260, which rounding in between would miss."""
+        """bf16 results: 3 + 256 + 1.5 rounds to 260; with 259 rounded in between it would be 262."""
         a, b = self._exact("bfloat16")
-        addends = tuple(torch.full((4, 4), v, dtype=torch.bfloat16, device=self.device) for v in (256.0, 0.5, 0.5))
+        addends = tuple(torch.full((4, 4), v, dtype=torch.bfloat16, device=self.device) for v in (256.0, 1.5))
         out = self.empty(4, 4, torch.bfloat16)
         self.launch([GemmSegment(a, b, out, addends=addends)], 3)
         assert bool((out == 260).all()), out

@@ -106,6 +106,7 @@ class Harness:
         self.t = self.connect()
         #: Where sources are copied when puts read only the symmetric heap, one after the other.
         self.staging: SymBuffer | None = None
+        self._own = threading.local()
         self.staged = 0
         if isinstance(self.t, OneSided) and self.t.caps.source == "symmetric":
             self.staging = self.t.alloc(_STAGING_NBYTES)
@@ -124,7 +125,14 @@ class Harness:
 
     @property
     def stream(self) -> int | None:
-        return int(torch.cuda.current_stream().cuda_stream) if self.t.caps.stream_ordered else None
+        """The current stream; in other threads than the main one a stream of their own: a wait holds what follows."""
+        if not self.t.caps.stream_ordered:
+            return None
+        if threading.current_thread() is threading.main_thread():
+            return int(torch.cuda.current_stream().cuda_stream)
+        if not hasattr(self._own, "stream"):
+            self._own.stream = torch.cuda.Stream()
+        return int(self._own.stream.cuda_stream)
 
     def sync(self) -> None:
         """Let everything enqueued finish, and raise the fault it met."""

@@ -346,6 +346,9 @@ class UserbuffersTransport(OneSided):
         table: Any = slot.table
         address, now = table.wait_at[peer] + 8 * slot.word, time.monotonic()
         self._used.add(stream)
+        if not self._epoch:  # before the wait is enqueued, because that may block (CUDA_LAUNCH_BLOCKING=1)
+            wait = PendingWait(table, peer, slot.word, slot.value, now, deadline, self.op, self.seq)
+            self._watch.pending.append(wait)
         try:
             if self._epoch or self.waits == "kernel":
                 self._kernels.wait_slot(
@@ -356,9 +359,6 @@ class UserbuffersTransport(OneSided):
                 self._driver.wait_value(address, slot.value, stream)
         except DriverError as e:
             raise self._broken(e) from e
-        if not self._epoch:
-            wait = PendingWait(table, peer, slot.word, slot.value, now, deadline, self.op, self.seq)
-            self._watch.pending.append(wait)
 
     def _wait(self, peer: int, slot: Slot, until: float) -> bool:
         pause = 20e-6
