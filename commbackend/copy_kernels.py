@@ -134,6 +134,7 @@ extern "C" __global__ void cb_multicast(u64 *address, u64 value) {
 """
 
 
+@lru_cache(maxsize=8)
 def compile_source(nvrtc: Any, capability: int, source: str = SOURCE) -> bytes:
     """Compile for compute capability ``capability`` (90 for 9.0). Needs no GPU.
 

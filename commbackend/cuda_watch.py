@@ -33,9 +33,14 @@ _STATUS_FAULT = 3
 # How long a peer has to poison its own slots before this rank does it from here.
 _GRACE_S = 1.0
 _REPOISON_S = 0.05
-_ANSWER_S, _PROVE_S = 0.5, 0.5
-# Streams share hardware queues; if one is stuck behind a wait, another stream may be on a free one.
+# How long the device may take to answer on one stream, and on how many streams it is asked.
+_ANSWER_S, _TRIES, _PROVE_S = 0.1, 4, 0.5
+# A wait whose word cannot be read is not called late before this much more time.
+_UNKNOWN_S = 2.0
 _MOST_STREAMS = 32
+# Page-locked memory: a page for the first stream, a page for reports, then smaller ones for the streams after it.
+_LATER_AT, _LATER_NBYTES = POISON_NBYTES + 4096, 8192
+_PINNED_NBYTES = _LATER_AT + (_MOST_STREAMS - 1) * _LATER_NBYTES
 
 
 class PendingWait(NamedTuple):
@@ -83,10 +88,10 @@ class Watch:
         self._page = 0
         self._thread = threading.Thread(target=self._run, name=f"commbackend-watch-{owner.rank}", daemon=True)
         try:
-            self._page = driver.host_alloc(POISON_NBYTES + 4096)
+            self._page = driver.host_alloc(_PINNED_NBYTES)
             #: Address in host memory of the report that wait kernels write.
             self.report = self._page + POISON_NBYTES
-            ctypes.memset(self._page, 0, POISON_NBYTES + 4096)
+            ctypes.memset(self._page, 0, _PINNED_NBYTES)
             self._words = (ctypes.c_int64 * (POISON_NBYTES // 8)).from_address(self._page)
             self._report = (ctypes.c_int64 * REPORT_WORDS).from_address(self.report)
             self._host_word = ctypes.c_int64.from_address(self.report + 64)
@@ -135,13 +140,27 @@ class Watch:
         """Present bytes of device memory. Raises CommTimeout if the device does not answer."""
         out = b""
         with self._reading:
-            for start in range(0, nbytes, POISON_NBYTES):
-                some, stream = min(POISON_NBYTES, nbytes - start), self._streams[-1]
-                self._driver.copy(self._page, address + start, some, stream)
-                if not self._driver.settle(stream, _ANSWER_S):
-                    raise CommTimeout(f"rank {self._rank}: the device did not read {some} bytes in {_ANSWER_S} s")
-                out += ctypes.string_at(self._page, some)
+            while len(out) < nbytes:
+                out += self._read_some(address + len(out), nbytes - len(out))
         return out
+
+    def _read_some(self, address: int, nbytes: int) -> bytes:
+        for _ in range(_TRIES):
+            number, stream = len(self._streams) - 1, self._streams[-1]
+            # Every stream reads into memory of its own: what is stuck on an earlier one may still come.
+            page = self._page + (_LATER_AT + (number - 1) * _LATER_NBYTES if number else 0)
+            some = min(nbytes, _LATER_NBYTES if number else POISON_NBYTES)
+            self._driver.copy(page, address, some, stream)
+            if self._driver.settle(stream, _ANSWER_S):
+                return ctypes.string_at(page, some)
+            self._another_stream()
+        raise CommTimeout(f"rank {self._rank}: the device has not read {nbytes} bytes in {_TRIES * _ANSWER_S:.1f} s")
+
+    def _another_stream(self) -> int:
+        """A stream that is perhaps on a free hardware queue, where the present one is stuck behind a wait."""
+        if len(self._streams) < _MOST_STREAMS:
+            self._streams.append(self._driver.stream())
+        return self._streams[-1]
 
     def read(self, address: int, words: int) -> list[int]:
         """Present values of ``words`` 64-bit words. Raises as ``read_bytes``."""
@@ -226,7 +245,7 @@ class Watch:
             found = value[wait.peer * wait.table.words + wait.word] if value else -1
             if found < wait.value:
                 left.append(wait)
-                if now >= wait.deadline:
+                if now >= wait.deadline + (_UNKNOWN_S if found < 0 else 0):
                     owner.abort(*self._late(wait, found, now))
                 elif now - wait.started > (wait.deadline - wait.started) / 10 and wait not in self._warned:
                     self._warned.add(wait)
@@ -263,9 +282,8 @@ class Watch:
 
     def _poison(self) -> None:
         stream = self._streams[-1]
-        if not self._driver.idle(stream) and len(self._streams) < _MOST_STREAMS:
-            stream = self._driver.stream()
-            self._streams.append(stream)
+        if not self._driver.idle(stream):
+            stream = self._another_stream()
         now = time.monotonic()
         self._failed_at = self._failed_at or now
         self._driver.write_value(self._statuses[self._rank], _STATUS_FAULT, stream)

@@ -16,10 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commbackend import bench, bench_report
-from commbackend.bench_cases import _relative
-from commbackend.bench_names import GEMM, MEMCPY, MOVE, MPI, NEW, OURS, SEQUENCE, widths
-from commbackend.bench_world import Candidate, Rounds, SpinBarrier, World
+from commbackend import bench
+from commbackend.bench import report as bench_report
+from commbackend.bench.cases import _relative
+from commbackend.bench.names import GEMM, MEMCPY, MOVE, MPI, NEW, OURS, SEQUENCE, widths
+from commbackend.bench.world import Candidate, Rounds, SpinBarrier, World
 from commbackend.errors import CommAborted, CommBackendError, CommTimeout, ConfigError
 
 TINY = ["--seconds", "0.02", "--least", "2", "--most", "3", "--warmup", "1", "--timeout-s", "60"]
@@ -222,7 +223,7 @@ def test_report_prints_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from commbackend.bench_plot import draw
+    from commbackend.bench.plot import draw
 
     for kind, case in {"collectives": gather(), "overlap": product()}.items():
         draw(report(kind, [case]), tmp_path / f"{kind}.png")
@@ -292,7 +293,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(bench.__file__).parent.parent), os.getenv("PYTHONPATH", "")])
+        "PYTHONPATH", os.pathsep.join([str(Path(bench.__file__).parents[2]), os.getenv("PYTHONPATH", "")])
     )
 
     def call(*arguments: str) -> tuple[int, dict[str, Any]]:

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from commbackend import demo, demo_show
+from commbackend import demo
 from commbackend.communicator import Communicator
 from commbackend.config import resolve
-from commbackend.demo_launch import Result, Run
-from commbackend.demo_model import LanguageModel, ModelConfig, batch, corpus
-from commbackend.demo_parallel import parallelize
+from commbackend.demo import report as demo_show
+from commbackend.demo.launch import Result, Run
+from commbackend.demo.model import LanguageModel, ModelConfig, batch, corpus
+from commbackend.demo.parallel import parallelize
 from commbackend.errors import ShapeError
 from commbackend.nn import reduce_replicated_grads
 from commbackend.testing import run_ranks

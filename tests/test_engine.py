@@ -10,7 +10,7 @@ import torch
 from commbackend import schedules
 from commbackend.communicator import Communicator
 from commbackend.config import resolve
-from commbackend.plan import Knobs, Problem
+from commbackend.plan import Problem
 from commbackend.testing import run_ranks, run_threads
 
 
@@ -40,7 +40,7 @@ def case(problem, rank, seed):
     """(inputs, expected outputs) of ``rank``."""
     rows, blocks, k, n = problem.rows, problem.blocks, problem.k, problem.n
     size, total = len(rows), sum(rows)
-    m_all, m = blocks * total, blocks * rows[rank]
+    m_all = blocks * total
     out, inputs = {}, {}
     if problem.op == "all_gather":
         full = integers(seed, m_all, k)

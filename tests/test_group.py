@@ -347,7 +347,7 @@ def _judge(out: str, size: int) -> str:
     """All ranks of one job came; nothing listened beyond loopback. Return the job's token."""
     found = re.findall(r"RANK (\d+) OF (\d+) (\w+)", out)
     assert sorted(int(r) for r, _, _ in found) == list(range(size)) and {s for _, s, _ in found} == {str(size)}, out
-    assert "LISTENS []" in out and len({t for _, _, t in found}) == 1, out
+    assert out.count("LISTENS []") == out.count("LISTENS") == size and len({t for _, _, t in found}) == 1, out
     return found[0][2]
 
 
@@ -384,6 +384,18 @@ def test_mpi4py(tmp_path: Path) -> None:
     assert _leftovers() <= before
 
 
+def test_mpi4py_without_a_common_directory(tmp_path: Path) -> None:
+    """As between hosts: rank 0 serves a store at an address, not loopback, that every rank has reached."""
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    first = "from mpi4py import MPI; import commbackend.bootstrap as b; b._shared_file = lambda wire: None"
+    job = _start(_mpirun(3, _script(tmp_path / "job.py", first, "MPI.COMM_WORLD", True)))
+    if topology.addresses():
+        _judge(_finish(job), 3)
+    else:
+        out, _ = job.communicate(timeout=90)
+        assert job.returncode != 0 and "its host has only loopback" in out, out
+
+
 def test_mpi4py_when_a_rank_does_not_come(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
     (tmp_path / "job.py").write_text(
@@ -416,13 +428,14 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "own name"])
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "own"])
 def test_variables_of_torch(tmp_path: Path, address: str) -> None:
-    """By hand; LOCAL_WORLD_SIZE says that the host's own name may be taken for loopback."""
+    """By hand; LOCAL_WORLD_SIZE says that the host's own address may be taken for loopback."""
     script = _script(tmp_path / "job.py")
     where = {"MASTER_ADDR": address, "MASTER_PORT": str(_free_port())}
-    if address == "own name":
-        where |= {"MASTER_ADDR": socket.gethostname(), "LOCAL_WORLD_SIZE": "3"}
+    if address == "own":
+        own = next(iter(topology.addresses().values()), socket.gethostname())
+        where |= {"MASTER_ADDR": own, "LOCAL_WORLD_SIZE": "3"}
     jobs = [_start([sys.executable, str(script)], RANK=str(r), WORLD_SIZE="3", **where) for r in range(3)]
     _judge("".join(map(_finish, jobs)), 3)
 
@@ -454,8 +467,8 @@ def test_no_place_to_meet() -> None:
     ):
         with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT"):
             bootstrap.launcher_store(launch, 1.0)
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
-        bootstrap.launcher_store(Launch("env", 0, 2, address="192.0.2.1", port=_free_port()), 1.0)
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.7"):
+        bootstrap.launcher_store(Launch("env", 0, 2, address="203.0.113.7", port=_free_port()), 1.0)
 
 
 def test_rank_0_does_not_come() -> None:

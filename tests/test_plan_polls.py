@@ -121,9 +121,7 @@ def test_a_kernel_that_waits_before_it_tells_hangs_in_every_model() -> None:
     made = plan(problem(*SCATTER[:1], (4, 4)), GPU, folding(*SCATTER))
     programs = []
     for one in made.programs:
-        steps = [
-            dataclasses.replace(s, segments=s.segments[::-1]) if isinstance(s, Gemm) else s for s in one.steps
-        ]
+        steps = [dataclasses.replace(s, segments=s.segments[::-1]) if isinstance(s, Gemm) else s for s in one.steps]
         programs.append(dataclasses.replace(one, steps=tuple(steps)))
     with pytest.raises(PlanError, match="for ever: it is not raised, or only by steps that wait for this one"):
         check([dataclasses.replace(made, programs=tuple(programs))], caps=GPU)
@@ -249,7 +247,9 @@ def test_a_put_leaves_before_the_next_block_is_made() -> None:
 
 
 # -- choosing
-def chosen(op: str, size: int, *, polling: bool = False, caps: FakeCaps = GPU, rows: int = 8192, **more: object) -> Knobs:
+def chosen(
+    op: str, size: int, *, polling: bool = False, caps: FakeCaps = GPU, rows: int = 8192, **more: object
+) -> Knobs:
     p = problem(op, (rows // size,) * size, k=8192, n=8192, **more)  # type: ignore[arg-type]
     return default_knobs(dataclasses.replace(p, dtype="bfloat16"), caps, polling)
 

@@ -121,7 +121,9 @@ def _cannot_poll(problem: Problem, caps: PlanCaps, knobs: Knobs) -> str | None:
         return "folds with lanes=0: the puts would queue behind the kernel that waits for the peers'"
     publishes = knobs.folds and problem.op.endswith("all_reduce")
     words, free = local_words(problem, knobs.chunks, publishes=publishes), PHASES * MAX_CHUNKS
-    return f"polls: {words} parts to tell of, a rank has {free} words for that: use fewer chunks" if words > free else None
+    return (
+        f"polls: {words} parts to tell of, a rank has {free} words for that: use fewer chunks" if words > free else None
+    )
 
 
 def needs_free_queues(problem: Problem, knobs: Knobs) -> bool:

@@ -237,9 +237,7 @@ def _folding(
     for chunk, piece in enumerate(d.shards.pieces[d.rank]):
         ready = tuple((q, data_slot(chunk)) for q in d.sources)
         added = [parts[q] for q in sorted(parts)]
-        product = d.rows_product(
-            piece, d.shards.gathered(a, d.rank), b, dst, bias=p.bias, addends=added, ready=ready
-        )
+        product = d.rows_product(piece, d.shards.gathered(a, d.rank), b, dst, bias=p.bias, addends=added, ready=ready)
         found.append(product if words is None else _telling(product, d.rank, words))
     return found
 

@@ -188,9 +188,9 @@ def queues_deadline(rank: int, group: Any, options: dict[str, Any]) -> dict[str,
         took = time.monotonic() - start
         assert bool(out.isnan().all()), "outputs of a call that timed out are not NaN"
         error = t.fault
-        assert isinstance(error, CommTimeout) and (error.rank, error.wanted, error.seen) == (1, 5, 0), repr(error)
-        assert 0.9 < took < 4.0, took
-        return {"took_s": took, "waits": t.waits}
+        assert isinstance(error, CommTimeout) and (error.rank, error.wanted) == (1, 5), repr(error)
+        assert 0.9 < took < 8.0, took
+        return {"took_s": took, "seen": error.seen, "waits": t.waits}
 
 
 def queues_poison_under_load(rank: int, group: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -331,6 +331,6 @@ def bandwidth(rank: int, group: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 CHECKS: list[Callable[..., Any]] = [
-    how_it_connects, layouts, growth, nothing_is_left, queues_exchange, queues_deadline, queues_poison_under_load, graph,
-    soak, host_time, bandwidth,
+    how_it_connects, layouts, growth, nothing_is_left, queues_exchange, queues_deadline, queues_poison_under_load,
+    graph, soak, host_time, bandwidth,
 ]  # fmt: skip

@@ -9,8 +9,8 @@ import torch
 
 import commbackend
 from commbackend.communicator import Communicator
-from commbackend.demo_model import LanguageModel, ModelConfig, batch
-from commbackend.demo_parallel import parallelize
+from commbackend.demo.model import LanguageModel, ModelConfig, batch
+from commbackend.demo.parallel import parallelize
 
 MPI = pytest.importorskip("mpi4py.MPI", reason="mpi4py is not installed")
 pytestmark = pytest.mark.mpi(min_size=2)

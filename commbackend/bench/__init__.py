@@ -23,12 +23,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from . import __version__
-from .bench_names import FORMAT, KINDS, MODES, OPS, widths
-from .bench_report import Table, compare, load, tables, text
-from .config import launcher
-from .demo_launch import find_mpirun
-from .errors import CommBackendError, CommTimeout, ConfigError
+from .. import __version__
+from ..config import launcher
+from ..demo.launch import find_mpirun
+from ..errors import CommBackendError, CommTimeout, ConfigError
+from .names import FORMAT, KINDS, MODES, OPS, widths
+from .report import Table, compare, load, tables, text
 
 __all__ = ["main"]
 
@@ -299,7 +299,7 @@ def _worker_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _commands(spec: Path, ranks: int, launch: _Launch) -> list[list[str]]:
-    worker = [sys.executable, "-m", "commbackend.bench_worker", str(spec)]
+    worker = [sys.executable, "-m", "commbackend.bench.worker", str(spec)]
     if not launch.mpirun:
         return [[*worker, "--rank", str(rank)] for rank in range(ranks)]
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
@@ -398,7 +398,7 @@ def _versions() -> dict[str, str]:
 
 def _commit() -> str:
     """The checkout this package runs from, with "+" if it has changes; "" if it is none."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return ""
     try:
@@ -418,7 +418,7 @@ def _show(options: argparse.Namespace, report: dict[str, Any], old: dict[str, An
     for table in [*tables(report), *([compare(report, old)] if old is not None else [])]:
         _print(table)
     if options.plot:
-        from .bench_plot import draw
+        from .plot import draw
 
         draw(report, options.plot)
 

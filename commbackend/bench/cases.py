@@ -13,12 +13,12 @@ from torch import Tensor
 
 import commbackend
 
-from .bench_names import FUSED, GEMM, MEMCPY, MOVE, MPI, NEW, OURS, PLAIN, SEQUENCE, SEQUENCE_NEW, widths
-from .bench_world import Candidate, Rounds, World
-from .communicator import Communicator
-from .layout import split
-from .plan import Knobs, Problem
-from .schedules import SCHEDULES, candidates, supports
+from ..communicator import Communicator
+from ..layout import split
+from ..plan import Knobs, Problem
+from ..schedules import SCHEDULES, candidates, supports
+from .names import FUSED, GEMM, MEMCPY, MOVE, MPI, NEW, OURS, PLAIN, SEQUENCE, SEQUENCE_NEW, widths
+from .world import Candidate, Rounds, World
 
 __all__ = ["cases"]
 

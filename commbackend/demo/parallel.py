@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from . import nn
-from .communicator import Communicator
-from .demo_model import Block, LanguageModel
+from .. import nn
+from ..communicator import Communicator
+from .model import Block, LanguageModel
 
 __all__ = ["parallelize"]
 

@@ -1,4 +1,4 @@
-"""One rank of the demo: ``python -m commbackend.demo_worker``, started by the demo itself, torchrun, mpirun or srun.
+"""One rank of the demo: ``python -m commbackend.demo.worker``, started by the demo itself, torchrun, mpirun or srun.
 
 Everything it has to tell goes to ``<log>-rank<rank>.jsonl``, one JSON object a line, flushed at once: so it reads the
 same under every launcher, and what a killed rank did last is there too.
@@ -23,13 +23,13 @@ from torch.nn import functional
 
 import commbackend
 
-from .communicator import Communicator
-from .config import launcher
-from .demo_model import LanguageModel, ModelConfig, batch
-from .demo_parallel import parallelize
-from .errors import CommBackendError
-from .nn import reduce_replicated_grads
-from .trace import Trace, overlap
+from ..communicator import Communicator
+from ..config import launcher
+from ..errors import CommBackendError
+from ..nn import reduce_replicated_grads
+from ..trace import Trace, overlap
+from .model import LanguageModel, ModelConfig, batch
+from .parallel import parallelize
 
 __all__ = ["main"]
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m commbackend.demo_worker", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m commbackend.demo.worker", description=__doc__)
     parser.add_argument("--single", action="store_true", help="the whole model in this process, without commbackend")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--device", default="cpu")

@@ -1,4 +1,4 @@
-"""One rank of a benchmark, started by ``bench``: measures what ``bench_cases`` lists, writes JSON lines."""
+"""One rank of a benchmark, started by ``bench``: measures what ``cases`` lists, writes JSON lines."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from .bench_cases import cases
-from .bench_world import World
-from .errors import CommBackendError
+from ..errors import CommBackendError
+from .cases import cases
+from .world import World
 
 __all__ = ["main"]
 
@@ -42,7 +42,7 @@ def _mpi_version() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, as one rank. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m commbackend.bench_worker", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m commbackend.bench.worker", description=__doc__)
     parser.add_argument("spec", help="JSON file that the launcher wrote")
     parser.add_argument("--rank", type=int, default=-1, help="rank of this process; default: MPI's")
     options = parser.parse_args(argv)

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .config import resolve
-from .demo_launch import Result, Run, find_mpirun, launch
-from .demo_show import Progress, show
-from .errors import CommBackendError, ConfigError, Unavailable
+from ..config import resolve
+from ..errors import CommBackendError, ConfigError, Unavailable
+from .launch import Result, Run, find_mpirun, launch
+from .report import Progress, show
 
 __all__ = ["main"]
 
@@ -174,7 +174,7 @@ class _Demo:
         return "cpu"
 
     def _compare(self, results: list[Result]) -> None:
-        from .demo_model import ModelConfig
+        from .model import ModelConfig
 
         config = ModelConfig()
         reference = results[0].losses
@@ -222,7 +222,7 @@ class _Demo:
         self.report.check("every survivor of a killed rank raises", all_raised, seen or _last_words(result))
 
     def _files(self, single: Result, parallel: Result, results: list[Result]) -> None:
-        from . import plots, trace
+        from .. import plots, trace
 
         traces = []
         for rank in range(parallel.run.ranks):
@@ -248,7 +248,7 @@ class _Demo:
 
 def _unserved(device: Any) -> str:
     """Return "" if some transport works on ``device``, else why none does."""
-    from . import registry
+    from .. import registry
 
     reasons = []
     for name in registry.auto_names("transport", device.type):

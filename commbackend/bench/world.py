@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 import commbackend
 
-from .bench_report import summary
-from .communicator import Communicator
-from .errors import CommAborted, CommBackendError, CommTimeout
+from ..communicator import Communicator
+from ..errors import CommAborted, CommBackendError, CommTimeout
+from .report import summary
 
 __all__ = ["Candidate", "Rounds", "SpinBarrier", "World"]
 

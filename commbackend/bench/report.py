@@ -1,4 +1,4 @@
-"""Tables from benchmark files: ``python -m commbackend.bench_report FILE... [--compare OLD]`` prints Markdown.
+"""Tables from benchmark files: ``python -m commbackend.bench.report FILE... [--compare OLD]`` prints Markdown.
 
 A file holds samples only (median, 10th and 90th percentile, count, in microseconds); every ratio is computed here, so
 that old files can be read by new columns. docs/benchmarks.md says what the columns mean. Standard library only.
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .bench_names import FORMAT, GEMM, KINDS, MEMCPY, MOVE, MPI, NEW, OURS, SEQUENCE, STOCKS
-from .errors import ConfigError
+from ..errors import ConfigError
+from .names import FORMAT, GEMM, KINDS, MEMCPY, MOVE, MPI, NEW, OURS, SEQUENCE, STOCKS
 
 __all__ = ["Table", "compare", "load", "main", "markdown", "nbytes_text", "summary", "tables", "text"]
 
@@ -313,7 +313,7 @@ def _section(path: str, report: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print files as Markdown. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m commbackend.bench_report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m commbackend.bench.report", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="written by commbackend bench --json")
     parser.add_argument("--compare", metavar="OLD", help="also print the ratios to this older file")
     options = parser.parse_args(argv)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .bench_names import GEMM, MEMCPY, MOVE, MPI, NEW, OURS, SEQUENCE, SEQUENCE_NEW
-from .bench_report import nbytes_text
-from .errors import Unavailable
+from ..errors import Unavailable
+from .names import GEMM, MEMCPY, MOVE, MPI, NEW, OURS, SEQUENCE, SEQUENCE_NEW
+from .report import nbytes_text
 
 __all__ = ["draw"]
 

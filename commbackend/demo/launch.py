@@ -29,7 +29,7 @@ class Run:
         steps: Training steps.
         transport: Value of ``commbackend.init(transport=)``; "" is the plain model in one process.
         mpirun: Path of an Open MPI ``mpirun`` that starts the ranks, or "" for plain child processes.
-        options: Further arguments of ``demo_worker``.
+        options: Further arguments of ``demo.worker``.
     """
 
     name: str
@@ -88,7 +88,7 @@ def launch(
     prefix = logs / run.name
     for old in logs.glob(f"{run.name}-rank*"):
         old.unlink()
-    worker = [sys.executable, "-m", "commbackend.demo_worker", "--log", str(prefix), "--steps", str(run.steps)]
+    worker = [sys.executable, "-m", "commbackend.demo.worker", "--log", str(prefix), "--steps", str(run.steps)]
     worker += [*(["--transport", run.transport] if run.transport else ["--single"]), *arguments, *run.options]
     deadline = time.monotonic() + timeout_s
     output = logs / f"{run.name}.log"
