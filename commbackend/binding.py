@@ -140,14 +140,16 @@ class Binder:
 
     def _wait(self, step: Wait) -> Callable[[Call], None]:
         wait, table = self._one_sided().wait, self._table()
-        peer, word, delta, lane = step.peer, step.slot, step.delta, step.lane
+        peer, word, lane = step.peer, step.slot, step.lane
+        # Credits lie as many calls back as the engine's halves allow; a captured call counts from its epoch.
+        delta, captured = max(step.delta, -self._engine.lag), self._engine.epoch != 0
         # Data of a peer is used only after its record of this call has been compared with ours.
         compare = word not in (CREDIT, ENTERED) and peer != self._engine.rank
 
         def run(call: Call) -> None:
             if compare:
                 call.check(peer)
-            if call.seq + delta > 0:
+            if captured or call.seq + delta > 0:
                 slot = Slot(table, word, call.seq + delta)
                 wait(peer, slot, deadline=call.deadline, stream=call.streams[lane])
 
@@ -182,7 +184,7 @@ class Binder:
             bias=any(s.bias is not None for s in step.segments),
             addends=any(s.addends for s in step.segments),
         )
-        kernel, table = self._engine.kernel(problem), self._engine._slots
+        kernel, table, epoch = self._engine.kernel(problem), self._engine._slots, self._engine.epoch
         # Providers know one convention, out = a @ b.T: other forms are transposed views.
         turn_a, turn_b = step.form == "tn", step.form != "nt"
 
@@ -201,7 +203,7 @@ class Binder:
                         tuple((p, Slot(table, word, call.seq)) for p, word in done) if table is not None else (),
                     )
                 )
-            kernel(segments)
+            kernel(segments, epoch=epoch)
 
         return run
 
@@ -293,8 +295,8 @@ class Binder:
             dtype = self._dtypes[buffer.name]
             shape, stride, first = _geometry(region, buffer, buffer.cols, 1)
             offset = self._offsets[buffer.name] + first * dtype.itemsize
-            half = self._engine.half_nbytes
-            found = (heap.window(offset, shape, dtype, stride), heap.window(half + offset, shape, dtype, stride))
+            second = offset + (self._engine.half_nbytes if self._engine.halves == 2 else 0)
+            found = (heap.window(offset, shape, dtype, stride), heap.window(second, shape, dtype, stride))
             self._windows[region] = found
         return found
 

@@ -19,6 +19,7 @@ from .config import Config, resolve
 from .contract import GemmProvider
 from .engine import Engine
 from .errors import CommAborted, ConcurrentUse, ConfigError, Unavailable, Unsupported
+from .graphs import GraphEngine
 from .group import Group, process_group_of, resolve_group
 from .plan import Knobs, Problem
 from .select import Choice, connect
@@ -67,12 +68,16 @@ class Communicator:
         self._supported: dict[Problem, str | None] = {}
         self._counts: Counter[tuple[str, str, str]] = Counter()
         self.choice: Choice | None = None
+        self._graph: GraphEngine | None = None
+        self._captured: dict[tuple[Problem, Knobs], tuple[int, Bound]] = {}
+        self._providers: list[GemmProvider] = []
         self._engine: Engine | None = None
         transport, self.choice = connect(group, device, config)
         self.stock = stock or Stock(group.rank, group.size, None)
         if transport is not None:
             try:
-                self._engine = Engine(transport, _gemm_providers(config, device), device, f"commbackend-{group.rank}")
+                self._providers = _gemm_providers(config, device)
+                self._engine = Engine(transport, self._providers, device, f"commbackend-{group.rank}")
                 self._engine.recorder = Communicator.default_recorder
             except BaseException:
                 transport.close()
@@ -126,6 +131,9 @@ class Communicator:
         try:
             knobs = self.knobs(problem)
             found = self._bound.get((problem, knobs))
+            if engine.deferred and torch.cuda.is_current_stream_capturing():
+                self._run_captured(engine, problem, knobs, tensors)
+                return
             if found is not None and found[0] == engine.generation:
                 _, bound, record = found
                 engine.enter(problem.op, record)
@@ -136,6 +144,40 @@ class Communicator:
             self._busy.release()
         overlapped = knobs.schedule != "sequence" and self.size > 1
         self.count(problem.op, overlapped, knobs.schedule)
+
+    def _run_captured(self, eager: Engine, problem: Problem, knobs: Knobs, tensors: Mapping[str, Tensor]) -> None:
+        graph = self._graph
+        if graph is None:
+            raise Unsupported(
+                f"{problem.op} is captured in a CUDA graph: before that, run it once eagerly with the same sizes, then"
+                " call prepare_capture() on all ranks"
+            )
+        program = schedules.program(problem, self.rank, eager.transport.caps, knobs)
+        if not graph.fits(program) or program.scratch_nbytes() > graph.scratch_nbytes:
+            raise graph.refuse(f"{problem.op} needs {program.heap_nbytes()} bytes of a heap for captured calls")
+        found = self._captured.get((problem, knobs))
+        if found is None or found[0] != graph.generation:
+            found = self._captured[problem, knobs] = (graph.generation, graph.bind(program))
+        record = b"captured " + describe(problem, knobs)
+        eager.enter(problem.op, record)
+        graph.run(found[1], tensors, record, self.timeout_s)
+        self.count(problem.op, knobs.schedule != "sequence" and self.size > 1, knobs.schedule)
+
+    def prepare_capture(self) -> None:
+        """Get ready for calls that CUDA graphs capture: as large as the calls run so far, and what was reserved.
+
+        Collective; not within a capture. Captured calls have slots and a heap of their own (as large as one half of the
+        eager heap), so that replays and eager calls mix; all ranks must replay and call in the same order.
+
+        Raises:
+            Unsupported: The transport cannot be captured.
+        """
+        engine = self._live()
+        if self._graph is None:
+            self._graph = GraphEngine(engine, self._providers, f"commbackend-{self.rank}-graph")
+        engine.enter("prepare_capture", record := f"prepare_capture half={engine.half_nbytes}".encode())
+        engine.agree_all(record, self.timeout_s)
+        self._graph.prepare()
 
     def _bind(self, engine: Engine, problem: Problem, knobs: Knobs) -> tuple[Bound, bytes]:
         record = describe(problem, knobs)
@@ -230,7 +272,7 @@ class Communicator:
             "fallback": sum(fallback.values()),
             "overlapped_by_op": overlapped,
             "fallback_by_op": fallback,
-            "symmetric_nbytes": 0 if self._engine is None else self._engine.symmetric_nbytes,
+            "symmetric_nbytes": sum(e.symmetric_nbytes for e in (self._engine, self._graph) if e is not None),
             "heap_growths": 0 if self._engine is None else self._engine.generation,
         }
 
@@ -276,6 +318,8 @@ class Communicator:
         if self._engine is not None:
             transport = self._engine.transport
             try:
+                if self._graph is not None:
+                    self._graph.close(healthy=transport.fault is None)
                 self._engine.close(healthy=transport.fault is None)
             finally:
                 transport.close(timeout_s)

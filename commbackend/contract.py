@@ -34,6 +34,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -53,6 +54,7 @@ __all__ = [
     "GemmProblem",
     "GemmProvider",
     "GemmSegment",
+    "GraphCapture",
     "OneSided",
     "Rendezvous",
     "Slot",
@@ -524,6 +526,18 @@ class OneSided(Transport):
             )
 
 
+class GraphCapture(ABC):
+    """The role of stream-ordered transports whose verbs a CUDA graph may capture."""
+
+    @abstractmethod
+    def epochs(self, address: int) -> AbstractContextManager[None]:
+        """Within: verbs on streams use ``slot.value`` plus the 64-bit word at ``address``, read when they run."""
+
+    @abstractmethod
+    def advance(self, address: int, stream: int) -> None:
+        """Enqueue: add one to the 64-bit device word at ``address``."""
+
+
 class Collective(Transport):
     """The role of transports that offer collectives. Ranks issue them in the same order; counts may differ between
     ranks, agreed beforehand.
@@ -626,13 +640,16 @@ class GemmSegment:
 class GemmKernel(Protocol):
     """A prepared launch. Calling it allocates nothing, compiles nothing and never synchronises.
 
-    ``granularity`` is the number of rows its tiles cover: chunk borders at multiples of it waste no work.
+    ``granularity`` is the number of rows its tiles cover: chunk borders at multiples of it waste no work. ``epoch`` is
+    the address of a 64-bit device word that is added to every slot's value when the kernel runs, or 0.
     """
 
     @property
     def granularity(self) -> int: ...
 
-    def __call__(self, segments: Sequence[GemmSegment], *, stream: int | None = None, sm_limit: int = 0) -> None: ...
+    def __call__(
+        self, segments: Sequence[GemmSegment], *, stream: int | None = None, sm_limit: int = 0, epoch: int = 0
+    ) -> None: ...
 
 
 class SumKernel(Protocol):

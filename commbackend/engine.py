@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .binding import ALIGN, Binder, Bound, aligned
+from .binding import ALIGN, Binder, Bound
 from .contract import Collective as CollectiveRole
 from .contract import GemmKernel, GemmProblem, GemmProvider, OneSided, SumKernel, SumProvider, SymBuffer, Transport
 from .errors import CollectiveMismatch, CommBackendError, Unsupported
@@ -71,6 +71,11 @@ class Engine:
         device: Where the caller's tensors live.
     """
 
+    #: Halves of the heap that calls alternate between, and how many calls back the credits lie that they wait for.
+    halves, lag = 2, 2
+    #: Address of a device word that is added to every slot's value, or 0.
+    epoch = 0
+
     def __init__(
         self, transport: Transport, providers: Sequence[GemmProvider], device: torch.device, name: str
     ) -> None:
@@ -116,7 +121,7 @@ class Engine:
             self._heap.close()
             self._heap, self.half_nbytes = None, 0
         self.generation += 1
-        self._heap = self._one_sided.alloc(2 * half)
+        self._heap = self._one_sided.alloc(self.halves * half)
         self.half_nbytes = half
 
     @property
@@ -130,6 +135,11 @@ class Engine:
         if self._scratch is None or self._scratch.numel() < nbytes:
             self.generation += 1
             self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes of private scratch held now."""
+        return 0 if self._scratch is None else self._scratch.numel()
 
     # -- running -------------------------------------------------------------------------------------------------------
     def run(self, bound: Bound, tensors: Mapping[str, Tensor], record: bytes, timeout_s: float) -> None:
@@ -233,8 +243,7 @@ class Engine:
             PlanError: The program names what does not exist.
             Unsupported: No GEMM provider serves one of its products; the reasons are listed.
         """
-        scratch = [b for b in program.buffers if b.space == "scratch"]
-        self.reserve_scratch(sum(aligned(b) for b in scratch))
+        self.reserve_scratch(program.scratch_nbytes(ALIGN))
         return Binder(self, program).bound()
 
     def kernel(self, problem: GemmProblem) -> GemmKernel:
@@ -251,6 +260,10 @@ class Engine:
             else:
                 raise Unsupported(f"no GEMM provider for {problem}: " + "; ".join(reasons or ["none configured"]))
         return found
+
+    def prepared(self, problem: GemmProblem) -> GemmKernel | None:
+        """Return the kernel for ``problem`` if it has been prepared, else None."""
+        return self._kernels.get(problem)
 
     def sum_kernel(self, dtype: torch.dtype, count: int) -> SumKernel | None:
         """Return the prepared kernel that sums ``count`` tensors of ``dtype``, or None: then torch sums."""

@@ -231,7 +231,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """One launch of the GEMM provider over ``segments``, in their order. ``form``: "nt", "nn" or "tn", see ``Segment``."""
+    """One launch of the GEMM provider over ``segments``, in their order. ``form``: "nt", "nn", "tn", see ``Segment``."""
 
     lane: int
     after: tuple[int, ...]
@@ -371,7 +371,14 @@ class Program:
 
     def heap_nbytes(self, align: int = 256) -> int:
         """Bytes of one heap half this program needs, every buffer aligned."""
-        return sum(-(-b.nbytes // align) * align for b in self.buffers if b.space == "heap")
+        return self._nbytes("heap", align)
+
+    def scratch_nbytes(self, align: int = 256) -> int:
+        """Bytes of private scratch this program needs, every buffer aligned."""
+        return self._nbytes("scratch", align)
+
+    def _nbytes(self, space: str, align: int) -> int:
+        return sum(-(-b.nbytes // align) * align for b in self.buffers if b.space == space)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,9 @@ class StreamLanes:
     def run(self, steps: Sequence[BoundStep], lanes: int, call: Call, recorder: Recorder | None) -> None:
         """Enqueue ``steps`` in their order; lanes fork from the current stream and join it again."""
         current = torch.cuda.current_stream(self._device)
-        if self._last is not None and self._last != current:
+        capturing = torch.cuda.is_current_stream_capturing()
+        # Within a capture the graph's own edges order its calls; events from outside must not be waited for there.
+        if self._last is not None and self._last != current and not capturing:
             current.wait_event(self._end)
         streams = [current, *self._lanes(lanes - 1)]
         call.streams = tuple(s.cuda_stream for s in streams)
@@ -59,8 +61,9 @@ class StreamLanes:
         for stream, join in zip(streams[1:], self._joins, strict=False):
             join.record(stream)
             current.wait_event(join)
-        self._end.record(current)
-        self._last = current
+        if not capturing:
+            self._end.record(current)
+            self._last = current
 
     def close(self) -> None:
         """Forget the streams; torch's pool keeps them. Local, idempotent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import random
@@ -122,6 +123,44 @@ def test_kills_while_connecting_and_closing() -> None:
     dice = random.Random(3)
     for _ in range(5):
         run_ranks(_killed_early, 3, dice.random() * 0.05, expect_death=(1,))
+
+
+# -- joining
+class _Flipping(ShmTransport):
+    """Changes one bit of what rank 1 puts at rank 0."""
+
+    def _put(self, dst: Any, src: torch.Tensor, peer: int, slot: Any, stream: Any) -> None:
+        if self.rank == 1 and peer == 0:
+            src[99] ^= 4
+        super()._put(dst, src, peer, slot, stream)
+
+
+def _flipped(rank: int, group: Group) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(Unavailable, match=r"did not arrive: \{0: '\[1\]'\}"):
+        _Flipping.connect(group, CPU, {})
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == fds and threading.active_count() == 1
+
+
+def test_one_wrong_bit_is_refused_on_all_ranks() -> None:
+    """F049: the proof compares bytes; a pair that changes one makes the transport unavailable everywhere."""
+    run_ranks(_flipped, 3)
+
+
+def _no_memory_to_connect(rank: int, group: Group) -> None:
+    if rank == 1:
+        hostmem.reserve = _lacking  # type: ignore[assignment]
+    with pytest.raises(Unavailable, match="rank 1: nothing left"):
+        _connect(group)
+
+
+def _lacking(nbytes: int) -> int:
+    raise HeapExhausted("nothing left")
+
+
+def test_memory_that_lacks_while_connecting() -> None:
+    run_ranks(_no_memory_to_connect, 2)
 
 
 # -- stops

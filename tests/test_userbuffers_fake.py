@@ -691,6 +691,29 @@ def _credit(t: Any, slots: Any, epoch: int, peer: int, lane: int) -> None:
         t.signal(peer, Slot(slots, 1, 0), stream=lane)
 
 
+def test_the_watch_does_not_spoil_a_capture() -> None:
+    """It looks at slots, by queries that are forbidden during a capture, while another thread captures."""
+
+    def work(t: Any, fake: FakeCuda) -> None:
+        slots, word, lane = t.alloc_slots(1), t.alloc_slots(1), fake.new_stream()
+        t.wait(1 - t.rank, Slot(slots, 0, 1), deadline=soon(60), stream=fake.new_stream())
+        before = fake.calls["cuStreamQuery"]
+
+        def step() -> None:
+            t.advance(word.local, lane)
+            end = soon(5)
+            while fake.calls["cuStreamQuery"] < before + 4:
+                assert time.monotonic() < end, "the watch does not look"
+                time.sleep(0.01)
+
+        fake.capture(step)
+        t.signal(1 - t.rank, Slot(slots, 0, 1), stream=lane)
+        t.barrier(soon())
+
+    with world() as w:
+        w.run(work)
+
+
 def test_a_captured_wait_ends_by_its_deadline() -> None:
     def work(t: Any, fake: FakeCuda) -> None:
         slots, word, lane = t.alloc_slots(1), t.alloc_slots(1), fake.new_stream()

@@ -56,7 +56,9 @@ class _Kernel:
     def __init__(self, *, on_cuda: bool) -> None:
         self._on_cuda = on_cuda
 
-    def __call__(self, segments: Sequence[GemmSegment], *, stream: int | None = None, sm_limit: int = 0) -> None:
+    def __call__(
+        self, segments: Sequence[GemmSegment], *, stream: int | None = None, sm_limit: int = 0, epoch: int = 0
+    ) -> None:
         if self._on_cuda and stream is not None and stream != torch.cuda.current_stream().cuda_stream:
             with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
                 self._run(segments)

@@ -17,6 +17,7 @@ from ..errors import (
     CommAborted,
     CommBackendError,
     CommTimeout,
+    HeapExhausted,
     PeerDied,
     ShapeError,
     Unavailable,
@@ -111,6 +112,8 @@ class ShmTransport(OneSided):
         except BaseException as e:
             transport.fail(e if isinstance(e, CommBackendError) else CommAborted(f"connecting failed: {e!r}"))
             transport.close()
+            if isinstance(e, HeapExhausted):  # on every rank: the next transport may need less
+                raise Unavailable(f"shared memory for the control words: {e}") from e
             raise
         return transport
 

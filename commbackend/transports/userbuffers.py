@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..contract import POISON, Caps, OneSided, Rendezvous, Slot, SlotTable, SymBuffer, Window
+from ..contract import POISON, Caps, GraphCapture, OneSided, Rendezvous, Slot, SlotTable, SymBuffer, Window
 from ..copy_kernels import Kernels, Move, moves
 from ..cuda_driver import Driver, DriverError, import_bindings
 from ..cuda_heap import IpcHeap, MappedBuffer, VmmHeap, agree_on, together
@@ -50,7 +50,7 @@ _VMM = ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTO
 _PAGE_NBYTES, _SCRATCH, _POISON_AT, _SLOTS_AT = 1 << 21, 256, 65536, 65536 + POISON_NBYTES
 
 
-class UserbuffersTransport(OneSided):
+class UserbuffersTransport(OneSided, GraphCapture):
     """One rank of a group of GPUs on one host. Its device must be current in threads that call verbs.
 
     Attributes:
