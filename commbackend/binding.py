@@ -184,7 +184,8 @@ class Binder:
             bias=any(s.bias is not None for s in step.segments),
             addends=any(s.addends for s in step.segments),
         )
-        kernel, table, epoch = self._engine.kernel(problem), self._engine._slots, self._engine.epoch
+        kernel, table = self._engine.kernel(problem), self._engine._slots
+        epoch, sm_limit = self._engine.epoch, self._engine.sm_limit
         # Providers know one convention, out = a @ b.T: other forms are transposed views.
         turn_a, turn_b = step.form == "tn", step.form != "nt"
 
@@ -203,7 +204,7 @@ class Binder:
                         tuple((p, Slot(table, word, call.seq)) for p, word in done) if table is not None else (),
                     )
                 )
-            kernel(segments, epoch=epoch)
+            kernel(segments, sm_limit=sm_limit, epoch=epoch)
 
         return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
@@ -76,7 +77,7 @@ class Communicator:
         self.stock = stock or Stock(group.rank, group.size, None)
         if transport is not None:
             try:
-                self._providers = _gemm_providers(config, device)
+                self._providers = _gemm_providers(config, device, self.timeout_s)
                 self._engine = Engine(transport, self._providers, device, f"commbackend-{group.rank}")
                 self._engine.recorder = Communicator.default_recorder
             except BaseException:
@@ -201,13 +202,14 @@ class Communicator:
         found = self._knobs.get(problem)
         if found is None:
             caps = self.caps
-            found = schedules.default_knobs(problem, caps)
             config = self.config
-            wanted = Knobs(
-                found.schedule if config.schedule == "auto" else config.schedule,
-                config.chunks or found.chunks,
-                config.lanes if config.lanes >= 0 else found.lanes,
-                found.polls,
+            polling = config.polling == "auto" and self._live().polls(problem.dtype)
+            found = schedules.default_knobs(problem, caps, polling)
+            wanted = dataclasses.replace(
+                found,
+                schedule=found.schedule if config.schedule == "auto" else config.schedule,
+                chunks=config.chunks or found.chunks,
+                lanes=config.lanes if config.lanes >= 0 else found.lanes,
             )
             if wanted != found:
                 reason = schedules.supports(problem, caps, wanted)
@@ -424,8 +426,8 @@ def stats(group: Any = None) -> dict[str, Any]:
 
 def describe(problem: Problem, knobs: Knobs) -> bytes:
     """The record of a call that all ranks must agree on: only what must be equal, in at most 480 bytes of text."""
-    polls = "/polls" if knobs.polls else ""
-    text = f"{_sizes(problem, local=False)} by {knobs.schedule}/{knobs.chunks}/{knobs.lanes}{polls}"
+    how = "/".join(str(v) for v in dataclasses.astuple(knobs))
+    text = f"{_sizes(problem, local=False)} by {how}"
     raw = text.encode()
     if len(raw) > 440:
         raw = raw[:400] + b"... #" + hashlib.blake2b(raw, digest_size=16).hexdigest().encode()
@@ -453,7 +455,7 @@ def _sizes(problem: Problem, *, local: bool = True) -> str:
     return " ".join([*parts, *problem.flags])
 
 
-def _gemm_providers(config: Config, device: torch.device) -> list[GemmProvider]:
+def _gemm_providers(config: Config, device: torch.device, timeout_s: float) -> list[GemmProvider]:
     names = registry.auto_names("gemm", device.type) if config.gemm == "auto" else config.gemm.split(",")
     found: list[GemmProvider] = []
     for name in names:
@@ -465,7 +467,7 @@ def _gemm_providers(config: Config, device: torch.device) -> list[GemmProvider]:
                 raise
             log.info("commbackend: GEMM provider %s: %s", name, e)
         else:
-            found.append(provider())
+            found.append(provider(timeout_s=timeout_s))
     return found
 
 

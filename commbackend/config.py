@@ -114,6 +114,13 @@ class Config:
         "an integer -1...16; -1 chooses automatically",
         "Copy lanes (worker threads or streams) beside the caller's own; 0 runs everything in the caller's lane.",
     )
+    polling: str = _setting(
+        "auto",
+        _one_of("auto", "never"),
+        "'auto' or 'never'",
+        "auto: on GPUs, kernels that poll flags are used where they are expected to win; never: kernels are launched"
+        " only when everything they read is there.",
+    )
     timeout_s: float | None = _setting(
         None,
         _seconds,

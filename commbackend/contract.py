@@ -120,6 +120,7 @@ class Caps:
         copy_engine: ``put`` needs no SM.
         abortable: ``abort`` releases waits that are already blocked.
         bounded_wait: Waits end by their deadline without help from outside.
+        sharing: Ranks that use this rank's device; kernels that poll take their share of its SMs.
         nonblocking: ``put`` returns before the bytes have moved (a flush or a slot tells).
     """
 
@@ -139,6 +140,7 @@ class Caps:
     abortable: bool = True
     bounded_wait: bool = True
     nonblocking: bool = False
+    sharing: int = 1
 
 
 class SymBuffer(ABC):
@@ -676,9 +678,19 @@ class SumProvider(ABC):
 
 
 class GemmProvider(ABC):
-    """A source of GEMM kernels."""
+    """A source of GEMM kernels for one communicator.
+
+    Args:
+        timeout_s: Deadline of waits inside kernels that poll.
+    """
 
     name: ClassVar[str]
+
+    def __init__(self, *, timeout_s: float = 600.0) -> None:
+        self.timeout_s = timeout_s
+
+    def check(self, op: str = "") -> None:  # noqa: B027 - kernels that never wait have no faults
+        """Raise the first fault of a kernel of this provider, as far as it is known now. Never synchronises."""
 
     @classmethod
     @abstractmethod

@@ -97,6 +97,11 @@ class Engine:
             self._lanes = StreamLanes(device)
         else:
             self._lanes = HostLanes(name)
+        #: SMs a kernel may take; 0: its own choice.
+        self.sm_limit = 0
+        if transport.caps.sharing > 1 and device.type == "cuda":
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+            self.sm_limit = max(1, sms // transport.caps.sharing - 2)
         #: Bytes of one half of the heap, and how often it has grown.
         self.half_nbytes, self.generation = 0, 0
         # Calls that run a program, and calls that publish a record (barriers too): only the first raise credits.
@@ -150,6 +155,8 @@ class Engine:
             with torch.no_grad():
                 self._lanes.run(bound.steps, bound.lanes, call, self.recorder)
             if self.deferred:
+                for provider in self._providers:
+                    provider.check(self.transport.op)
                 for name in bound.outputs:
                     self.transport.guard(tensors[name], call.streams[0])
                 call.tensors = {}
@@ -260,6 +267,11 @@ class Engine:
             else:
                 raise Unsupported(f"no GEMM provider for {problem}: " + "; ".join(reasons or ["none configured"]))
         return found
+
+    def polls(self, dtype: str) -> bool:
+        """Whether some provider multiplies ``dtype`` in kernels that poll flags."""
+        problem = GemmProblem(128, 128, 128, dtype, dtype, self.device.type, polls=True)
+        return any(p.supports(problem) is None for p in self._providers)
 
     def prepared(self, problem: GemmProblem) -> GemmKernel | None:
         """Return the kernel for ``problem`` if it has been prepared, else None."""

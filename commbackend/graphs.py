@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["GraphEngine"]
 
-_HOW = "before a capture, run the op once eagerly with the same sizes (or reserve), then call prepare_capture() on all ranks"
+_HOW = (
+    "before a capture, run the op once eagerly with the same sizes (or reserve), then call prepare_capture() on all"
+    " ranks"
+)
 
 
 class GraphEngine(Engine):

@@ -306,6 +306,7 @@ class FakeCuda:
         self._streams: set[int] = set()
         self._events: set[_Event] = set()
         self._modules: set[int] = set()
+        self._bound = 0
 
     # -- for tests --------------------------------------------------------------------------------------------------
     def fail(self, name: str, code: CUresult = CUresult.CUDA_ERROR_NOT_SUPPORTED, at: int = 1) -> None:
@@ -318,7 +319,7 @@ class FakeCuda:
             "contexts": self._contexts, "reservations": len(self._reserved), "handles": len(self._physical),
             "mappings": len(self._mapped), "allocations": len(self._allocated), "ipc": len(self._opened),
             "pinned": len(self._pinned), "streams": len(self._streams), "events": len(self._events),
-            "modules": len(self._modules),
+            "modules": len(self._modules), "bound": self._bound,
         }  # fmt: skip
         return {k: v for k, v in counts.items() if v}
 
@@ -549,12 +550,16 @@ class FakeCuda:
         if len(team.devices) < team.size:
             raise AssertionError("cuMulticastBindMem would block: not every device has joined")
         team.bound[physical.uuid] = physical.fd
+        self._bound += 1
         return ()
 
     def cuMulticastUnbind(self, handle: int, device: int, at: int, nbytes: int) -> Any:
         team = self._physical[handle].team
         assert team is not None
-        return () if team.bound.pop(self._gpu(device).uuid, None) is not None else INVALID
+        if team.bound.pop(self._gpu(device).uuid, None) is None:
+            return INVALID
+        self._bound -= 1
+        return ()
 
     # -- streams and events -----------------------------------------------------------------------------------------
     def cuStreamCreateWithPriority(self, flags: int, priority: int) -> Any:

@@ -61,23 +61,24 @@ def test_argument_beats_variable_beats_default(monkeypatch: pytest.MonkeyPatch) 
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize(
-    ("field", "good", "value", "bad"),
-    [
-        ("transport", "shm, gloo", "shm,gloo", ["", "shm,,gloo", "auto,shm", "shm,off", "shm,shm", "no name"]),
-        ("gemm", "triton", "triton", ["auto,torch", "torch,"]),
-        ("schedule", "push", "push", ["auto,push"]),
-        ("chunks", "32", 32, ["33", "-1", "two", "1.5"]),
-        ("lanes", "-1", -1, ["-2", "17"]),
-        ("timeout_s", "1.5", 1.5, ["0", "-1", "inf", "nan", "soon"]),
-        ("init_timeout_s", "30", 30.0, ["0"]),
-        ("numerics", "Library", "library", ["fast"]),
-        ("log_level", "INFO", "info", ["loud"]),
-        ("strict", "yes", True, ["maybe", "2"]),
-        ("check", "off", False, ["nope"]),
-        ("allow_shared_device", "1", True, ["y e s"]),
-    ],
-)
+VALUES: list[tuple[str, str, object, list[str]]] = [
+    ("transport", "shm, gloo", "shm,gloo", ["", "shm,,gloo", "auto,shm", "shm,off", "shm,shm", "no name"]),
+    ("gemm", "triton", "triton", ["auto,torch", "torch,"]),
+    ("schedule", "push", "push", ["auto,push"]),
+    ("chunks", "32", 32, ["33", "-1", "two", "1.5"]),
+    ("lanes", "-1", -1, ["-2", "17"]),
+    ("timeout_s", "1.5", 1.5, ["0", "-1", "inf", "nan", "soon"]),
+    ("init_timeout_s", "30", 30.0, ["0"]),
+    ("numerics", "Library", "library", ["fast"]),
+    ("log_level", "INFO", "info", ["loud"]),
+    ("strict", "yes", True, ["maybe", "2"]),
+    ("check", "off", False, ["nope"]),
+    ("allow_shared_device", "1", True, ["y e s"]),
+    ("polling", "never", "never", ["always"]),
+]
+
+
+@pytest.mark.parametrize(("field", "good", "value", "bad"), VALUES)
 def test_every_value_is_parsed_or_refused(
     monkeypatch: pytest.MonkeyPatch, field: str, good: str, value: object, bad: list[str]
 ) -> None:
@@ -105,6 +106,7 @@ def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_field_is_tested_and_documented() -> None:
     rows = reference()
+    assert {r["name"] for r in rows} == {v[0] for v in VALUES} | {"interface"}
     assert [r["name"] for r in rows] == [f.name for f in dataclasses.fields(Config) if f.name != "sources"]
     for row in rows:
         assert row["variable"] == PREFIX + row["name"].upper()

@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commbackend import netlink
 from commbackend.config import resolve
 from commbackend.errors import CommAborted, CommBackendError, CommTimeout, PeerDied, Unavailable, Unsupported
 from commbackend.group import Group
 from commbackend.testing import TransportSuite, run_ranks
-from commbackend.transports import torch_dist
 from commbackend.transports.torch_dist import GlooTransport, NcclTransport
 
 CPU = torch.device("cpu")
@@ -172,7 +172,7 @@ def test_layouts() -> None:
 
 
 def _pieces(rank: int, group: Group) -> None:
-    torch_dist._PIECE_NBYTES = 1000
+    netlink._PIECE_NBYTES = 1000
     t = _connect(group)
     sent = [torch.arange(n, dtype=torch.int32) + r for r, n in enumerate((999, 250, 0))]
     found = [torch.empty_like(s) for s in sent]
@@ -224,13 +224,13 @@ def test_one_host_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> 
             asked.append(hostname)
             return hostname
 
-    monkeypatch.setattr(torch_dist, "_backend", lambda name: Backend)
-    torch_dist._gloo(dist.HashStore(), Group.from_store(dist.HashStore(), 0, 2), True, "eth0")
+    monkeypatch.setattr(netlink, "backend", lambda name: Backend)
+    netlink._gloo(dist.HashStore(), Group.from_store(dist.HashStore(), 0, 2), True, "eth0")
     assert asked == ["127.0.0.1"]
 
 
 def _apart(rank: int, group: Group, found: dict[str, str], interface: str, words: str) -> str:
-    torch_dist.addresses = lambda: found  # type: ignore[assignment]
+    netlink.addresses = lambda: found  # type: ignore[assignment]
     options = {"hosts": (0, 1), "interface": interface}
     if not words:
         t = GlooTransport.connect(group, CPU, options)
@@ -254,14 +254,14 @@ def test_several_hosts_choose_an_interface() -> None:
 def _flipped(rank: int, group: Group) -> None:
     """F049: a link that changes one byte is not connected, on any rank."""
     if rank == 1:
-        honest = torch_dist._TorchTransport._swap
+        honest = netlink.NetTransport._swap
 
         def swap(self: Any, dsts: Any, srcs: Any, deadline: float) -> None:
             honest(self, dsts, srcs, deadline)
             if dsts[0].numel() > 100:
                 dsts[0][17] ^= 1
 
-        torch_dist._TorchTransport._swap = swap  # type: ignore[method-assign]
+        netlink.NetTransport._swap = swap  # type: ignore[method-assign]
     error = raises(Unavailable, GlooTransport.connect, group, CPU, {})
     assert "rank 1: bytes from rank 0 arrive changed" in str(error), error
     assert threading.active_count() == 1, threading.enumerate()

@@ -45,12 +45,13 @@ def altered(size: int, rank: int, step: Step) -> Iterator[tuple[str, Step]]:
 
 def altered_segment(rank: int, s: Segment) -> Iterator[tuple[str, Segment]]:
     """What a planner might get wrong in one segment."""
-    for name in ("ready", "done"):
+    # A later word of the same peer would do, and only wait longer.
+    for name, step in (("ready", -1), ("done", 1)):
         for i, (peer, word) in enumerate(pairs := getattr(s, name)):
-            for what, pair in (("misses", ()), ("names another word of", ((peer, word + 1),))):
+            for what, pair in (("misses", ()), ("names another word of", ((peer, word + step),))):
                 changed = dataclasses.replace(s, **{name: (*pairs[:i], *pair, *pairs[i + 1 :])})
                 yield f"{what} {name} {i}", changed
-    for peer, word in s.done:
+    for _, word in s.done:
         yield "tells a peer", dataclasses.replace(s, done=((rank - 1, word),))
     if s.addends:
         yield "misses an addend", dataclasses.replace(s, addends=s.addends[1:])

@@ -71,9 +71,9 @@ def test_folding_ends_in_free_queues_alone(op: str, schedule: str, size: int) ->
         check([made] * 3, caps=GPU)
         check([Plan.from_json(made.to_json())])
         run_calls([made] * 3, [p] * 3, seed=size)
-        for refuse in (lambda: check([made], free_queues=False), lambda: check([made], caps=ONE_QUEUE)):
+        for caps, free_queues in ((GPU, False), (ONE_QUEUE, None)):
             with pytest.raises(PlanError, match=r"\(Gemm\): waits for .* for ever: .* share one in-order queue"):
-                refuse()
+                check([made], caps=caps, free_queues=free_queues)
         with pytest.raises(Stuck):
             run_calls([made], [p], seed=size, one_queue=True)
         with pytest.raises(PlanError, match="lanes share one queue"):

@@ -188,7 +188,7 @@ class FaultRecord:
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.zeros(FAULT_WORDS, dtype=torch.int64, device=device)
-        self.host = torch.zeros(FAULT_WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.host = torch.zeros(FAULT_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._kind = ctypes.c_int64.from_address(self.host.data_ptr())
 
     def error(self, op: str = "") -> CommBackendError | None:

@@ -104,7 +104,7 @@ def _arrivals(problem: Problem, knobs: Knobs) -> int:
 
 
 def _gated(problem: Problem, knobs: Knobs) -> int:
-    """Row blocks that can be gated one by one: ``blocks`` from there on, and 0, mean this many. 0: blocks mean nothing."""
+    """Row blocks that can be gated one by one: ``blocks`` of as many, and 0, mean this many. 0: blocks mean nothing."""
     if knobs.polls or not problem.n:
         return 0
     if knobs.schedule == "collective":

@@ -135,6 +135,7 @@ class UserbuffersTransport(OneSided, GraphCapture):
 
         found = together(link, "opening the GPUs", start, deadline, payload=lambda facts: facts)[1]
         shared = self._check_devices([raw[:16] for raw in found])
+        self.caps = replace(self.caps, sharing=sum(raw[:16] == found[self.rank][:16] for raw in found))
         why_not = "two ranks share a GPU" if shared else "" if all(raw[17] for raw in found) else "a GPU has none"
         if all(raw[16] for raw in found):
             self._heap = VmmHeap(
