@@ -212,6 +212,9 @@ class Communicator:
                 lanes=config.lanes if config.lanes >= 0 else found.lanes,
             )
             if wanted != found:
+                if schedules.supports(problem, caps, wanted) is not None:
+                    # A schedule that was asked for may have no polling form.
+                    wanted = dataclasses.replace(wanted, polls=False)
                 reason = schedules.supports(problem, caps, wanted)
                 if reason is None:
                     found = wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -94,11 +95,12 @@ def _knobs(options: argparse.Namespace, problem: Problem, caps: Caps) -> Knobs:
     if reason:
         raise ConfigError(reason)
     chosen = schedules.default_knobs(problem, caps)
-    return Knobs(
-        options.schedule or chosen.schedule,
-        chosen.chunks if options.chunks is None else options.chunks,
-        chosen.lanes if options.lanes is None else options.lanes,
-        options.polls,
+    return dataclasses.replace(
+        chosen,
+        schedule=options.schedule or chosen.schedule,
+        chunks=chosen.chunks if options.chunks is None else options.chunks,
+        lanes=chosen.lanes if options.lanes is None else options.lanes,
+        polls=options.polls,
     )
 
 

@@ -69,8 +69,9 @@ class _Simulation:
         queues = {(p.rank, lane): _of_lane(p, lane) for p in self.programs.values() for lane in _lanes(p)}
         free = dict.fromkeys(queues, 0.0)
         while any(queues.values()):
+            raised = len(self.raised)
             moved = [key for key in sorted(queues) if queues[key] and self._advance(key, queues, free)]
-            if not moved:
+            if not moved and len(self.raised) == raised:
                 stuck = ", ".join(f"rank {r} lane {n} at step {q[0]}" for (r, n), q in queues.items() if q)
                 raise PlanError(f"the plan does not end: {stuck}")
         return sorted(self.done, key=lambda t: (t.start_us, t.rank, t.index))
@@ -131,17 +132,14 @@ class _Simulation:
 
     def _gemm(self, rank: int, step: Gemm, at: float) -> float | None:
         """Segments in order; in the polling form each waits for its words, and raises some when it is done."""
-        ends = []
         for segment in step.segments:
             seen = [self.raised.get((rank, writer, word)) for writer, word in segment.ready]
             known = [s for s in seen if s is not None]
             if len(known) != len(seen):
-                return None
+                return None  # what is done by now is known: peers may wait for it before they raise what we wait for
             at = max([at, *known]) + self._flops(rank, segment, step.form) / self.rates.tflop_s / 1e6
-            ends.append(at)
-        for segment, end in zip(step.segments, ends, strict=True):
             for peer, word in segment.done:
-                self._raise(peer, rank, word, end)
+                self._raise(peer, rank, word, at)
         return at
 
     def _collective(

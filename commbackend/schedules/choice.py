@@ -155,9 +155,8 @@ def _on_gpu(problem: Problem, caps: PlanCaps, schedule: str, polling: bool) -> K
     gathers = problem.op == "all_gather_matmul"
     if polling and caps.one_sided and (not gathers or problem.size > 2):
         for chunks in range(_chunks(nbytes, _POLLED_NBYTES, 4), 0, -1):
-            polled = Knobs(
-                schedule, chunks, lanes, True, gathers or (caps.free_queues and "wgrad" not in problem.flags)
-            )
+            folds = caps.free_queues and "wgrad" not in problem.flags and not problem.bias
+            polled = Knobs(schedule, chunks, lanes, True, gathers or folds)
             if supports(problem, caps, polled) is None:
                 return polled
     chunks = 1 if gathers else _chunks(nbytes, _ENGINE_NBYTES, 4)
