@@ -175,7 +175,7 @@ class Engine:
         On streams the records of a call are compared when the call after the next begins: the host may run ahead of its
         peers' hosts by two calls, and a disagreement surfaces there.
         """
-        self.settle(1)
+        self.settle(self.number)
         self.number += 1
         self.transport.op, self.transport.seq = op, self.number
         if self.size > 1:
@@ -190,9 +190,12 @@ class Engine:
             self.fail(e)
             raise
 
-    def settle(self, keep: int = 0) -> None:
-        """Compare the records of all calls but the last ``keep`` that were not compared yet. Waits for the peers."""
-        while len(self._unchecked) > keep:
+    def settle(self, before: int) -> None:
+        """Compare the records of all calls with numbers below ``before`` that were not compared yet. Waits for peers.
+
+        Records are kept for a few numbers only, so what is not compared in time could not be compared any more.
+        """
+        while self._unchecked and self._unchecked[0].number < before:
             call = self._unchecked.popleft()
             # The host may have been busy elsewhere for long: what counts is how long it waits here.
             call.deadline = time.monotonic() + self.transport.timeout_s
