@@ -17,6 +17,7 @@ import torch
 
 from commbackend.contract import POISON, DeviceSlotTable, GemmProblem, GemmSegment, Slot
 from commbackend.errors import CommAborted, CommTimeout
+from commbackend.gemm.torch_mm import TorchMM
 from commbackend.gemm.triton_launch import Runtime
 from commbackend.gemm.triton_reduce import OneShotAllReduce, ReduceKernel
 from commbackend.gemm.triton_tile import TritonTile
@@ -152,7 +153,8 @@ def check_products(provider: TritonTile) -> None:
                 adds = tuple(random(count, n, dtype=dtype) for _ in range(int(o.get("adds", 0))))
                 ready = ((1, Slot(words, i, 5)),) if polls and i else ()
                 done = ((1, Slot(words, 20 + i, 9)),) if polls else ()
-                segments.append(GemmSegment(heap[part] if i else x, b, out[part], bias, adds, ready, done))
+                # Of three segments the second, as peers' rows, has no bias.
+                segments.append(GemmSegment(heap[part] if i else x, b, out[part], None if i == 1 else bias, adds, ready, done))
                 at += count
             flags = {"bias": bias is not None, "addends": bool(o.get("adds"))}
             p = problem(total, n, k, polls=polls, dtype=str(dtype).removeprefix("torch."), **flags)
@@ -289,7 +291,8 @@ def check_steady(provider: TritonTile, calls: int) -> None:
     kernel = provider.prepare(problem(256, 512, 256, polls=True))
     kernel(case.consume(1, 1))
     torch.cuda.synchronize()
-    before, memory, slow = provider.compilations, torch.cuda.memory_allocated(), 0.0
+    # Allocations and not bytes held: garbage of earlier checks may be freed meanwhile.
+    before, allocations, slow = provider.compilations, allocated(), 0.0
     start = time.perf_counter()
     for seq in range(1, calls + 1):
         then = time.perf_counter()
@@ -298,12 +301,38 @@ def check_steady(provider: TritonTile, calls: int) -> None:
         if seq % 512 == 0:
             torch.cuda.synchronize()
     each = (time.perf_counter() - start) / calls
-    grown = provider.compilations - before, torch.cuda.memory_allocated() - memory
+    grown = provider.compilations - before, allocated() - allocations
     expect(
         f"{calls} calls compile and allocate nothing",
         grown == (0, 0),
         f"{grown}; {1e6 * each:.0f} us a call, slowest {1e3 * slow:.1f} ms",
     )
+
+
+def allocated() -> int:
+    """How many pieces of device memory torch has given out so far."""
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+
+def check_streams(provider: TritonTile) -> None:
+    """Stream 0 is the default stream: what follows it, and what runs on it, is ordered after its work."""
+    side, driver = torch.cuda.Stream(), provider.runtime.driver
+    x, copied = torch.zeros(1024, 1024, device=DEV), torch.zeros(1024, 1024, device=DEV)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(20_000_000)
+    x.fill_(1.0)
+    driver.follow(side.cuda_stream, 0)
+    with torch.cuda.stream(side):
+        copied.copy_(x)
+    torch.cuda.synchronize()
+    expect("a stream follows stream 0", bool((copied == 1).all()))
+    out, library = torch.zeros(1024, 1024, device=DEV), TorchMM().prepare(problem(1024, 1024, 1024, dtype="float32"))
+    torch.cuda._sleep(20_000_000)
+    x.fill_(0.5)
+    with torch.cuda.stream(side):
+        library([GemmSegment(x, x, out)], stream=0)
+    torch.cuda.synchronize()
+    expect("a library product on stream 0", bool((out == 256).all()), f"{out[0, 0].item()}")
 
 
 def check_graph(provider: TritonTile) -> None:
@@ -406,7 +435,7 @@ def problems() -> list[GemmProblem]:
 
 def checks(calls: int) -> None:
     provider = TritonTile(timeout_s=5.0)
-    for check in (check_products, check_fp8, check_waiting, check_graph):
+    for check in (check_products, check_fp8, check_streams, check_waiting, check_graph):
         check(provider)
     check_faults()
     check_steady(provider, calls)

@@ -40,6 +40,7 @@ _HOME = {
 __all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - _HOME's keys are strings
 
 if TYPE_CHECKING:
+    from . import nn as nn
     from .communicator import Communicator as Communicator
     from .communicator import explain as explain
     from .communicator import init as init
@@ -71,8 +72,10 @@ def __getattr__(name: str) -> Any:
 
     if name in _HOME:
         return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    if name == "nn":  # as people write commbackend.nn.GatedMLP; not in __all__, where it would hide torch's nn
+        return importlib.import_module(".nn", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "nn"])

@@ -174,7 +174,7 @@ class Binder:
             shapes.append((rows, self._cols(s.out), k))
         first = step.segments[0]
         problem = GemmProblem(
-            m=max(m for m, _, _ in shapes),
+            m=sum(m for m, _, _ in shapes),
             n=shapes[0][1],
             k=shapes[0][2],
             dtype=self._buffers[first.a.buf].dtype,

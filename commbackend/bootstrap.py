@@ -7,6 +7,7 @@ MASTER_ADDR:MASTER_PORT, or, under mpi4py, at an address that all of them have r
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -35,7 +36,8 @@ __all__ = ["launcher_store", "mpi_store"]
 
 log = logging.getLogger("commbackend")
 
-Closer = Callable[[], None]
+#: Gives up a store; its argument says whether the group is healthy, so that waiting for others makes sense.
+Closer = Callable[[bool], None]
 _LOOPBACK = "127.0.0.1"
 #: How long the process that serves a store waits for the others to leave, at most.
 _FAREWELL_S = 5.0
@@ -68,14 +70,15 @@ def launcher_store(launch: Launch, timeout_s: float) -> tuple[Store, Closer | No
     key = hashlib.sha256(f"{launch.dialect}/{launch.job}/{launch.size}".encode()).hexdigest()[:16]
     meeting = _Meeting(Path(tempfile.gettempdir()) / f"commbackend-{uid}-{key}", _opened)
     path = meeting.open() if launch.rank == 0 else meeting.find(time.monotonic() + timeout_s, launch, timeout_s)
-    store = c10d.FileStore(str(path), launch.size)
-    return store, _farewell(store, launch.rank, launch.size, meeting.close)
+    return c10d.FileStore(str(path), launch.size), lambda healthy: meeting.close()
 
 
-def _farewell(store: Store, rank: int, size: int, release: Closer) -> Closer:
-    """Return a closer that says goodbye; rank 0, who serves or owns the store, waits a little for all goodbyes."""
+def _farewell(store: Store, rank: int, size: int) -> Closer:
+    """Return a closer that says goodbye; rank 0, who serves the store, waits a little for all goodbyes if healthy."""
 
-    def close() -> None:
+    def close(healthy: bool) -> None:
+        if not healthy:
+            return  # some rank may never say goodbye
         try:
             store.set(f"bye/{rank}", "")
             deadline = time.monotonic() + _FAREWELL_S
@@ -83,14 +86,65 @@ def _farewell(store: Store, rank: int, size: int, release: Closer) -> Closer:
                 time.sleep(0.005)
         except RuntimeError as e:  # the store may have gone with its server; nothing is left to wait for
             log.debug("commbackend: rank %d: closing the store: %s", rank, str(e).splitlines()[0])
-        finally:
-            release()
 
     return close
 
 
 # -- one host: a private directory
 # ----------------------------------------------------------------------------------------------------------
+
+
+def _publish(path: Path, content: bytes, lock: int) -> int:
+    """Make ``path``, locked from the moment it can be seen. Returns its descriptor, which holds the lock."""
+    draft = path.with_name(f"draft-{secrets.token_hex(8)}")
+    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, lock)
+    os.write(fd, content)
+    os.rename(draft, path)
+    return fd
+
+
+class _Member:
+    """A shared lock on a file of a directory that several processes use: the last to leave removes the directory.
+
+    A process leaves when it closes its group or exits; one that was killed has left too. Only where all were killed
+    something stays, until the next job sweeps it away.
+    """
+
+    def __init__(self, path: Path, fd: int, remove: Callable[[], None]) -> None:
+        self._path, self.fd, self._remove, self._pid = path, fd, remove, os.getpid()
+        atexit.register(self.leave)
+
+    @classmethod
+    def join(cls, path: Path, remove: Callable[[], None]) -> _Member | None:
+        """Become a member; None if the directory is gone, or going."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if os.fstat(fd).st_nlink == 0:
+            os.close(fd)
+            return None
+        return cls(path, fd, remove)
+
+    def leave(self) -> None:
+        """Local, idempotent, does not wait."""
+        fd, self.fd = self.fd, -1
+        if fd < 0:
+            return
+        os.close(fd)
+        if os.getpid() != self._pid:
+            return  # a fork's copy
+        atexit.unregister(self.leave)
+        # Everybody gives up the own lock before trying for all, so that of several who leave at once one succeeds.
+        with contextlib.suppress(OSError):  # others are still there, or it is gone
+            last = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(last, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._remove()
+            finally:
+                os.close(last)
 
 
 class _Meeting:
@@ -102,26 +156,36 @@ class _Meeting:
 
     def __init__(self, directory: Path, attempt: int) -> None:
         self.directory, self.pointer = directory, directory / f"current-{attempt}"
-        self._fd = -1
+        self._fd, self._name = -1, ""
+        self._member: _Member | None = None
 
     def open(self) -> Path:
         """Make a new store file, publish it, and return its path. Rank 0."""
         _sweep(self.directory)
-        _private(self.directory)
-        path = self.directory / f"store-{secrets.token_hex(8)}"
-        draft = self.directory / f"draft-{secrets.token_hex(8)}"
-        self._fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        os.write(self._fd, path.name.encode())
-        os.rename(draft, self.pointer)
-        return path
+        self._name = f"store-{secrets.token_hex(8)}"
+        for attempt in range(10):
+            _private(self.directory)
+            try:
+                fd = _publish(self._members, b"", fcntl.LOCK_SH)
+                break
+            except FileNotFoundError:  # the last of an earlier meeting of this job has just removed the directory
+                if attempt == 9:
+                    raise
+        self._member = _Member(self._members, fd, self._remove)
+        self._fd = _publish(self.pointer, self._name.encode(), fcntl.LOCK_EX)
+        return self.directory / self._name
+
+    @property
+    def _members(self) -> Path:
+        return self.directory / self._name.replace("store-", "members-")
 
     def find(self, deadline: float, launch: Launch, budget_s: float) -> Path:
         """Return the path that rank 0 has published, waiting for it until ``deadline``."""
         while True:
-            name = self._read()
-            if name:
-                return self.directory / name
+            self._name = self._read()
+            self._member = _Member.join(self._members, self._remove) if self._name else None
+            if self._member is not None:
+                return self.directory / self._name
             if time.monotonic() >= deadline:
                 raise CommTimeout(
                     f"{launch.describe()}: rank 0 has not opened {self.pointer} within {budget_s:g} s",
@@ -146,14 +210,20 @@ class _Meeting:
             os.close(fd)
 
     def close(self) -> None:
-        """Remove the directory if this process made it."""
+        """Leave. Local, idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            for path in (self.pointer, *self.directory.glob("store-*")):
-                path.unlink(missing_ok=True)
             os.close(fd)
-            with contextlib.suppress(OSError):  # a later meeting of the same job may still use it
-                self.directory.rmdir()
+        if self._member is not None:
+            self._member.leave()
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            if self.pointer.read_bytes() == self._name.encode():  # not that of a later meeting
+                self.pointer.unlink()
+        for path in (self.directory / self._name, self._members):
+            path.unlink(missing_ok=True)
+        self.directory.rmdir()  # fails, which is ignored, while a later meeting of the same job uses it
 
 
 def _locked(fd: int) -> bool:
@@ -181,14 +251,14 @@ def _sweep(keep: Path) -> None:
     for directory in keep.parent.glob(f"commbackend-{os.getuid()}-*"):
         if directory == keep or os.lstat(directory).st_uid != os.getuid():
             continue
-        pointers = list(directory.glob("current-*"))
-        if pointers and not any(map(_live, pointers)):
+        held = [*directory.glob("current-*"), *directory.glob("members-*")]
+        if held and not any(map(_live, held)):
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _live(pointer: Path) -> bool:
+def _live(path: Path) -> bool:
     try:
-        fd = os.open(pointer, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return True  # somebody else is at work on it
     try:
@@ -211,7 +281,7 @@ def _tcp_store(launch: Launch, timeout_s: float) -> tuple[Store, Closer | None]:
     serves = launch.rank == 0 and not launch.agent_store
     base = _served(host, launch.port, timeout_s) if serves else _dial(host, launch.port, timeout_s, launch.rank)
     store = c10d.PrefixStore(f"commbackend/{launch.job}/{_opened}", base)
-    return store, None if launch.agent_store else _farewell(store, launch.rank, launch.size, lambda: None)
+    return store, None if launch.agent_store else _farewell(store, launch.rank, launch.size)
 
 
 # Kept as long as the process: a peer that opens its next group may be faster than the close of the last one here.
@@ -319,13 +389,12 @@ def mpi_store(comm: Any, timeout_s: float) -> tuple[Store, Closer | None]:
         return c10d.HashStore(), None
     wire = _MpiWire(comm, timeout_s)
     try:
-        shared = _shared_file(wire)
+        shared = _shared_directory(wire)
         if shared is not None:
-            store: Store = c10d.FileStore(str(shared / "store"), size)
-            release: Closer = (lambda: shutil.rmtree(shared, ignore_errors=True)) if rank == 0 else (lambda: None)
-            return store, _farewell(store, rank, size, release)
+            directory, member = shared
+            return c10d.FileStore(str(directory / "store"), size), lambda healthy: member.leave()
         store = _reached_by_all(wire, timeout_s)
-        return store, _farewell(store, rank, size, lambda: None)
+        return store, _farewell(store, rank, size)
     finally:
         wire.close()
 
@@ -366,29 +435,38 @@ class _MpiWire:
         self.comm.Free()
 
 
+_MPI_MEMBERS = "members-mpi"
+
+
 def _byte() -> Any:
     from mpi4py import MPI
 
     return MPI.BYTE
 
 
-def _shared_file(wire: _MpiWire) -> Path | None:
+def _shared_directory(wire: _MpiWire) -> tuple[Path, _Member] | None:
     """Return a private directory of rank 0 that every rank has proven to see, or None if some do not."""
-    nonce, directory = b"", b""
+    nonce, made, fd = b"", b"", -1
     if wire.rank == 0:
-        directory = os.fsencode(tempfile.mkdtemp(prefix=f"commbackend-{os.getuid()}-mpi-"))
+        made = os.fsencode(tempfile.mkdtemp(prefix=f"commbackend-{os.getuid()}-mpi-"))
         nonce = secrets.token_bytes(16)
-        (Path(os.fsdecode(directory)) / "nonce").write_bytes(nonce)
-    told = wire.exchange(nonce + directory)[0]
+        fd = _publish(Path(os.fsdecode(made)) / _MPI_MEMBERS, nonce, fcntl.LOCK_SH)
+    told = wire.exchange(nonce + made)[0]
     path = Path(os.fsdecode(told[16:]))
-    try:
-        seen = (path / "nonce").read_bytes() == told[:16] and os.lstat(path).st_uid == os.getuid()
-    except OSError:
-        seen = False
-    if all(v == b"1" for v in wire.exchange(b"1" if seen else b"0")):
-        return path
-    if wire.rank == 0:
+
+    def remove() -> None:
         shutil.rmtree(path, ignore_errors=True)
+
+    member = _Member(path / _MPI_MEMBERS, fd, remove) if wire.rank == 0 else None
+    try:
+        if (path / _MPI_MEMBERS).read_bytes() == told[:16] and os.lstat(path).st_uid == os.getuid():
+            member = member or _Member.join(path / _MPI_MEMBERS, remove)
+    except OSError as e:
+        log.debug("commbackend: rank %d does not see %s: %s", wire.rank, path, e)
+    if all(v == b"1" for v in wire.exchange(b"1" if member is not None else b"0")) and member is not None:
+        return path, member
+    if member is not None:
+        member.leave()
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import logging
 import os
@@ -75,8 +76,11 @@ class Communicator:
         self._engine: Engine | None = None
         transport, self.choice = connect(group, device, config)
         self.stock = stock or Stock(group.rank, group.size, None)
-        if transport is not None:
+        if transport is None:
+            self.stock.check()
+        else:
             try:
+                _known_schedule(config.schedule)
                 self._providers = _gemm_providers(config, device, self.timeout_s)
                 self._engine = Engine(transport, self._providers, device, f"commbackend-{group.rank}")
                 self._engine.recorder = Communicator.default_recorder
@@ -97,8 +101,11 @@ class Communicator:
 
     @property
     def caps(self) -> Caps:
-        """The transport's facts."""
-        return self._live().transport.caps
+        """The transport's facts as planners are to see them: a library's own sums only where the configuration allows
+        them.
+        """
+        caps = self._live().transport.caps
+        return caps if self.config.numerics == "library" else dataclasses.replace(caps, numerics="fixed")
 
     @property
     def recorder(self) -> Recorder | None:
@@ -153,7 +160,7 @@ class Communicator:
                 f"{problem.op} is captured in a CUDA graph: before that, run it once eagerly with the same sizes, then"
                 " call prepare_capture() on all ranks"
             )
-        program = schedules.program(problem, self.rank, eager.transport.caps, knobs)
+        program = schedules.program(problem, self.rank, self.caps, knobs)
         if not graph.fits(program) or program.scratch_nbytes() > graph.scratch_nbytes:
             raise graph.refuse(f"{problem.op} needs {program.heap_nbytes()} bytes of a heap for captured calls")
         found = self._captured.get((problem, knobs))
@@ -182,11 +189,11 @@ class Communicator:
 
     def _bind(self, engine: Engine, problem: Problem, knobs: Knobs) -> tuple[Bound, bytes]:
         record = describe(problem, knobs)
-        program = schedules.program(problem, self.rank, engine.transport.caps, knobs)
+        program = schedules.program(problem, self.rank, self.caps, knobs)
         if self.config.check:
             from .check import check
 
-            check([schedules.plan(problem, engine.transport.caps, knobs)])
+            check([schedules.plan(problem, self.caps, knobs)], caps=self.caps)
         engine.enter(problem.op, record)
         if not engine.fits(program):
             # Growing is collective: first make sure that all ranks are in the same call and will take the same step.
@@ -203,8 +210,8 @@ class Communicator:
         if found is None:
             caps = self.caps
             config = self.config
-            polling = config.polling == "auto" and self._live().polls(problem.dtype)
-            found = schedules.default_knobs(problem, caps, polling)
+            polling = config.polling != "never" and self._live().polls(problem.dtype)
+            found = schedules.default_knobs(problem, caps, polling, always=config.polling == "always")
             wanted = dataclasses.replace(
                 found,
                 schedule=found.schedule if config.schedule == "auto" else config.schedule,
@@ -286,10 +293,11 @@ class Communicator:
         lines = [f"rank {self.rank} of {self.size} on {self.device}: transport {self.transport}"]
         if self.choice is not None:
             lines.append(f"  {self.choice.why()}")
-        lines += [
-            f"  {name} = {getattr(self.config, name)!r} ({source})"
-            for name, source in sorted(self.config.sources.items())
-        ]
+        given = {name: source for name, source in sorted(self.config.sources.items()) if source != "default"}
+        lines += [f"  {name} = {getattr(self.config, name)!r} ({source})" for name, source in given.items()]
+        lines.append(f"  {'other ' if given else ''}settings: defaults; waits end after {self.timeout_s:g} s")
+        if self._knobs:
+            lines.append("  calls, by schedule/chunks/lanes:")
         for p in [problem] if problem is not None else list(self._knobs):
             others = (
                 [k for k in schedules.candidates(p, self.caps) if k.schedule != self.knobs(p).schedule]
@@ -298,7 +306,7 @@ class Communicator:
             )
             names = sorted({k.schedule for k in others})
             chosen = "stock" if self.off else str(self.knobs(p))
-            lines.append(f"  {_sizes(p)}: {chosen}; other schedules: {', '.join(names) or 'none'}")
+            lines.append(f"    {_sizes(p)}: {chosen}; other schedules: {', '.join(names) or 'none'}")
         return "\n".join(lines)
 
     # -- end -----------------------------------------------------------------------------------------------------------
@@ -376,6 +384,7 @@ def init(
     Raises:
         ConfigError: A value cannot be honoured, ranks are configured differently, or the group has a communicator with
             other settings.
+        Unsupported: ``transport="off"`` for ranks that torch.distributed does not connect.
         Unavailable: No transport serves all ranks; the message is a table of ranks and reasons.
         CommTimeout: A rank did not come.
     """
@@ -388,7 +397,7 @@ def init(
         if overrides and config != found.config:
             raise ConfigError(
                 "this group already has a communicator with other settings:"
-                f" {_differences(found.config, config)}; close it first"
+                f" {_differences(found.config, config)}; close it first, or make a second one with name="
             )
         return found
     comm = Communicator(resolved, config, where, Stock.of(group, resolved))
@@ -429,8 +438,7 @@ def stats(group: Any = None) -> dict[str, Any]:
 
 def describe(problem: Problem, knobs: Knobs) -> bytes:
     """The record of a call that all ranks must agree on: only what must be equal, in at most 480 bytes of text."""
-    how = "/".join(str(v) for v in dataclasses.astuple(knobs))
-    text = f"{_sizes(problem, local=False)} by {how}"
+    text = f"{_sizes(problem, local=False)} by {knobs}"
     raw = text.encode()
     if len(raw) > 440:
         raw = raw[:400] + b"... #" + hashlib.blake2b(raw, digest_size=16).hexdigest().encode()
@@ -456,6 +464,15 @@ def _sizes(problem: Problem, *, local: bool = True) -> str:
     if problem.bias and (local or problem.op not in _LOCAL_N):
         parts.append("bias")
     return " ".join([*parts, *problem.flags])
+
+
+def _known_schedule(asked: str) -> None:
+    """Raise ConfigError if no op has a schedule of that name: then it is a slip, and no call would follow it."""
+    known = sorted({name for of_op in schedules.SCHEDULES.values() for name in of_op})
+    if asked != "auto" and asked not in known:
+        close = difflib.get_close_matches(asked, known, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ConfigError(f"unknown schedule {asked!r}{hint}; known: {', '.join(known)}")
 
 
 def _gemm_providers(config: Config, device: torch.device, timeout_s: float) -> list[GemmProvider]:

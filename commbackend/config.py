@@ -100,7 +100,10 @@ class Config:
         "Which library or kernel multiplies.",
     )
     schedule: str = _setting(
-        "auto", _names("auto"), "'auto' or a schedule's name", "Which schedule of an operation runs."
+        "auto",
+        _names("auto"),
+        "'auto' or a schedule's name",
+        "Which schedule runs, in the operations that have one of that name.",
     )
     chunks: int = _setting(
         0,
@@ -116,10 +119,10 @@ class Config:
     )
     polling: str = _setting(
         "auto",
-        _one_of("auto", "never"),
-        "'auto' or 'never'",
-        "auto: on GPUs, kernels that poll flags are used where they are expected to win; never: kernels are launched"
-        " only when everything they read is there.",
+        _one_of("auto", "never", "always"),
+        "'auto', 'never' or 'always'",
+        "auto: on GPUs, kernels that poll flags are used where they are expected to win; always: wherever there is such"
+        " a form; never: kernels are launched only when everything they read is there.",
     )
     timeout_s: float | None = _setting(
         None,
@@ -158,7 +161,8 @@ class Config:
         False,
         _boolean,
         "1/0, true/false, yes/no or on/off",
-        f"Unknown {PREFIX}* variables are errors instead of warnings.",
+        f"Unknown {PREFIX}* variables are errors instead of warnings, and so are calls that the chosen schedule, chunks or"
+        " lanes do not fit, which otherwise take the automatic choice.",
         agreed=False,
     )
     check: bool = _setting(

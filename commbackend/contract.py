@@ -64,6 +64,7 @@ __all__ = [
     "SymBuffer",
     "Transport",
     "Window",
+    "torch_stream",
 ]
 
 log = logging.getLogger("commbackend")
@@ -72,6 +73,20 @@ log = logging.getLogger("commbackend")
 POISON = 1 << 62
 #: Longest record of ``Transport.post``, in bytes.
 RECORD_NBYTES = 512
+
+
+def torch_stream(stream: int, device: torch.device | int | None = None) -> torch.cuda.Stream:
+    """Return ``stream``, a ``cudaStream_t``, as torch's object for it, for work that torch is to do on it.
+
+    0 is the default stream of ``device`` (None: the current device). ``torch.cuda.ExternalStream(0)`` is another one,
+    which nothing orders against the caller's work (seen with torch 2.11): never make one from a number elsewhere.
+    """
+    import torch
+
+    if stream == 0:
+        return torch.cuda.default_stream(device)
+    found: torch.cuda.Stream = torch.cuda.ExternalStream(stream, device=device)
+    return found
 
 
 class Rendezvous(Protocol):
@@ -120,6 +135,7 @@ class Caps:
         copy_engine: ``put`` needs no SM.
         abortable: ``abort`` releases waits that are already blocked.
         bounded_wait: Waits end by their deadline without help from outside.
+        copy_lanes: Copy lanes worth having beside the caller's: 0 where they would only take cores from products.
         sharing: Ranks that use this rank's device; kernels that poll take their share of its SMs.
         nonblocking: ``put`` returns before the bytes have moved (a flush or a slot tells).
     """
@@ -140,6 +156,7 @@ class Caps:
     abortable: bool = True
     bounded_wait: bool = True
     nonblocking: bool = False
+    copy_lanes: int = 1
     sharing: int = 1
 
 
@@ -599,8 +616,9 @@ class GemmProblem:
     Attributes:
         device: "cpu" or "cuda".
         dtype, out_dtype: Names without "torch."; operands and result.
+        m: Rows of all segments of a launch together.
         polls: Whether segments carry ready/done slots that the kernel itself polls and raises.
-        bias, addends, scales: Whether segments carry them.
+        bias, addends: Whether some segments carry them; the others need not. scales: Whether all do.
     """
 
     m: int

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .contract import torch_stream
 from .errors import CommBackendError, HeapExhausted, Unavailable
 
 if TYPE_CHECKING:
@@ -392,7 +393,7 @@ class Driver:
         """Enqueue an elementwise copy by torch's kernel, for layouts that are not rows of bytes."""
         import torch
 
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self.ordinal)):
+        with torch.cuda.stream(torch_stream(stream, self.ordinal)):
             dst.copy_(src, non_blocking=True)
 
 

@@ -73,14 +73,16 @@ def _probe_all(kind: str) -> dict[str, dict[str, Any]]:
 
     found: dict[str, dict[str, Any]] = {}
     has_cuda = torch.cuda.is_available()
-    for name in registry.names(kind):
+    for name in registry.names(kind) + registry.third_party(kind):
         entry = registry.entry(kind, name)
-        types = [entry.device]
-        if entry.device == "any":
-            types = ["cpu", "cuda"] if has_cuda else ["cpu"]
         row: dict[str, Any] = {"device": entry.device, "usable": False, "reason": "", "hint": ""}
         try:
             cls: Any = registry.transport(name) if kind == "transport" else registry.gemm(name)
+            if kind == "transport" and entry.device == "any":
+                row["device"] = cls.caps.device  # a third party's entry point says nothing about it
+            types = [row["device"]]
+            if row["device"] == "any":
+                types = ["cpu", "cuda"] if has_cuda else ["cpu"]
             for device in types:
                 cls.probe(torch.device(device))
             row["usable"] = True
@@ -233,7 +235,8 @@ def _render(reports: list[Report], hosts: list[int], problem: str) -> list[str]:
     out += ["", "Sizes" + (" (rank 0)" if len(reports) > 1 else ""), *_table([], rows)]
     out += ["", "Versions", *_table([], [[n, v or "not installed"] for n, v in first["versions"].items()])]
     out += [f"  rank {r}: {d}" for r, d in _different(reports, "versions")]
-    rows = [[n, str(c["value"]), c["source"]] for n, c in first["config"].items()]
+    shown = {n: "unset" if c["value"] in (None, "") else str(c["value"]) for n, c in first["config"].items()}
+    rows = [[n, shown[n], c["source"]] for n, c in first["config"].items()]
     out += ["", "Configuration", *_table(["field", "value", "from"], rows)]
     out += [f"  rank {r}: {d}" for r, d in _different(reports, "config")]
     for rank, report in enumerate(reports):

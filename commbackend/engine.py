@@ -6,6 +6,7 @@ one call. Binding is one ``match`` over the step kinds.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -302,4 +303,6 @@ def mismatch_text(seq: int, said: Mapping[int, bytes]) -> str:
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} called {text.decode('utf-8', 'replace')}"
         for text, ranks in sorted(groups.items(), key=lambda g: (len(g[1]), g[1]))
     ]
-    return f"ranks disagree on call {seq}: " + "; ".join(parts)
+    # How a call is cut follows from its rows.
+    hint = len({re.sub(rb" rows=\S+| by .*", b"", text) for text in groups}) == 1
+    return f"ranks disagree on call {seq}: " + "; ".join(parts) + "; uneven parts need rows= on all ranks" * hint

@@ -40,7 +40,7 @@ TOKEN_NBYTES = 16
 _FAIL = "fail"
 
 #: A store and what closes it, or None where it is somebody else's.
-Opened: TypeAlias = "tuple[Store, Callable[[], None] | None]"
+Opened: TypeAlias = "tuple[Store, Callable[[bool], None] | None]"
 
 
 class Group:
@@ -69,7 +69,7 @@ class Group:
         self.timeout_s, self.name = timeout_s, name
         self.key: Hashable = key if key is not None else ("group", id(self))
         self._open_store: Callable[[], Opened] | None = open_store
-        self._on_close: Callable[[], None] | None = None
+        self._on_close: Callable[[bool], None] | None = None
         self._store: Store | None = None
         self._token = b""
         self._round = self._scopes = 0
@@ -162,15 +162,15 @@ class Group:
         """Return when all ranks have called it. Collective; raises as ``exchange`` does."""
         self.exchange(b"", timeout_s=timeout_s, what=what or f"barrier #{self._round + 1}")
 
-    def close(self) -> None:
-        """Give up the store. Collective where it is the group's own (rank 0 waits a few seconds for the others to
-        leave), local over somebody else's; idempotent.
+    def close(self, *, healthy: bool = True) -> None:
+        """Give up the store. Collective where rank 0 serves it (it waits a few seconds for the others to leave, unless
+        the caller knows of a fault), else local; idempotent.
         """
         self._fault = self._fault or CommAborted(f"group {self.name!r} of rank {self.rank} is closed", rank=self.rank)
         with self._open_lock:
             done, self._on_close, self._open_store, self._store = self._on_close, None, None, None
         if done is not None:
-            done()
+            done(healthy and isinstance(self._fault, CommAborted))
 
     # -- one round
     # ----------------------------------------------------------------------------------------------------------

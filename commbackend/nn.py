@@ -162,7 +162,10 @@ class Attention(ParallelModule):
         super().__init__(group, device)
         kv_heads = heads if kv_heads is None else kv_heads
         if heads % self.comm.size or kv_heads % self.comm.size or heads % kv_heads:
-            raise ShapeError(f"Attention: {heads} heads and {kv_heads} key/value heads over {self.comm.size} ranks")
+            raise ShapeError(
+                f"Attention: {heads} heads and {kv_heads} key/value heads over {self.comm.size} ranks: both must divide by"
+                " the ranks, and heads by key/value heads"
+            )
         if dim not in (0, 1):
             raise ShapeError(f"Attention: dim={dim}: the sequence is dimension 0 or 1")
         self.dim, self.head_dim, self.rope_base, self.causal = dim, head_dim or hidden // heads, rope_base, causal

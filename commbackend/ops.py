@@ -73,9 +73,8 @@ def all_gather_matmul(
     """Gather ``x`` along ``dim`` and multiply: ``linear(all_gather(x), w, bias)``, overlapped. Collective.
 
     Its backward scatters the input's gradient and gathers ``x`` again while it multiplies. Along the last dimension
-    (in features) every
-    product needs the whole gather, so nothing overlaps there: the gathered copy is saved and ``stats`` counts a
-        fallback.
+    (in features) every product needs the whole gather, so nothing overlaps there: the gathered copy is saved and
+    ``stats`` counts a fallback.
 
     Args:
         x: (..., k): this rank's shard along ``dim``.
@@ -174,7 +173,7 @@ def matmul_all_reduce(
     """Multiply and sum over ranks: ``all_reduce(linear(x, w)) + bias``, overlapped. Collective.
 
     The result is replicated, and so must its gradient be: backward takes it as it is, the same on all ranks, and is
-        local.
+    local.
 
     Args:
         x: (..., k): k, the in features of this rank, may differ between ranks.
@@ -236,6 +235,9 @@ def column_parallel_linear(
 def all_gather(x: Tensor, group: Any = None, *, dim: int = 0, rows: Sequence[int] | None = None) -> Tensor:
     """Concatenate every rank's ``x`` along ``dim``, in rank order. Collective. Backward is ``reduce_scatter``.
 
+    So gradients add up over ranks, as they must where each computes its own part of the loss from the result. Where all
+    compute the same loss from it, divide that loss by the number of ranks, or its gradient arrives as many times.
+
     Args:
         x: 1 or more dimensions, any dtype; it may require gradients where its dtype can be summed.
         rows: Extent of each rank's ``x`` along ``dim``; its own must be ``x.shape[dim]``.
@@ -278,8 +280,7 @@ def all_reduce(x: Tensor, group: Any = None) -> Tensor:
     """Sum ``x`` over ranks: a new tensor, the same bits on all ranks. Collective.
 
     The result is replicated, and so must its gradient be: backward passes it through as it is, without communication.
-        (Where the
-    gradient differs between ranks, ``reduce_scatter`` and ``all_gather`` are what is meant.)
+    (Where the gradient differs between ranks, ``reduce_scatter`` and ``all_gather`` are what is meant.)
 
     Args:
         x: Any shape, the same on all ranks.

@@ -129,6 +129,8 @@ class PlanCaps(Protocol):
     @property
     def stream_ordered(self) -> bool: ...  # lanes are CUDA streams; defaults are chosen for copy engines then
     @property
+    def copy_lanes(self) -> int: ...  # copy lanes worth having on a CPU: 0 where all cores multiply
+    @property
     def free_queues(self) -> bool: ...  # a lane that waits never holds up another lane of its rank
 
 
@@ -359,6 +361,11 @@ class Knobs:
     polls: bool = False
     folds: bool = True
     blocks: int = 0
+
+    def __str__(self) -> str:
+        """Return ``schedule/chunks/lanes``, and by name what is not the default: ``push/4/1 polls=True``."""
+        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[3:] if getattr(self, f.name) != f.default}
+        return " ".join([f"{self.schedule}/{self.chunks}/{self.lanes}", *(f"{k}={v}" for k, v in named.items())])
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def _knobs(options: argparse.Namespace, problem: Problem, caps: Caps) -> Knobs:
 
 
 def _text(plan: Plan, options: argparse.Namespace) -> str:
-    lines = [f"{plan.op} over {plan.size} ranks: {plan.meta['knobs']}"]
+    lines = [f"{plan.op} over {plan.size} ranks: {Knobs(**plan.meta['knobs'])} (schedule/chunks/lanes)"]
     for program in plan.programs:
         if options.rank not in (-1, program.rank):
             continue
@@ -117,7 +117,8 @@ def _text(plan: Plan, options: argparse.Namespace) -> str:
             lines.append(f"  {index:>3}  lane {step.lane}  {_say(step)}{after}")
     timed = plan_timeline.simulate(plan, plan_timeline.Rates(link_gbyte_s=options.link, tflop_s=options.tflops))
     head = f"One call at {options.link:g} GB/s and {options.tflops:g} TFLOP/s, were those rates always reached:"
-    return "\n".join([*lines, "", head, plan_timeline.draw(timed)])
+    proved = "Proved over three calls: no race, no deadlock, every wait has its signal, every output is written."
+    return "\n".join([*lines, "", *([proved, ""] if options.check else []), head, plan_timeline.draw(timed)])
 
 
 def _say(step: Step) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from .contract import GemmProvider, Transport
 from .errors import ConfigError, Unavailable
 
-__all__ = ["GEMMS", "TRANSPORTS", "Entry", "auto_names", "entry", "gemm", "names", "transport"]
+__all__ = ["GEMMS", "TRANSPORTS", "Entry", "auto_names", "entry", "gemm", "names", "third_party", "transport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,14 @@ def names(kind: str, device: str | None = None) -> list[str]:
     """
     fit = [e for e in _TABLES[kind] if device is None or e.device in (device, "any")]
     return [e.name for e in sorted(fit, key=lambda e: (e.auto < 0, e.auto, e.name))]
+
+
+def third_party(kind: str) -> list[str]:
+    """Return the names that installed packages add to ``kind`` by entry points. Reads every package's metadata."""
+    from importlib.metadata import entry_points
+
+    built_in = {e.name for e in _TABLES[kind]}
+    return sorted({p.name for p in entry_points(group=_ENTRY_POINTS[kind])} - built_in)
 
 
 def auto_names(kind: str, device: str) -> list[str]:
@@ -118,7 +126,7 @@ def _entry_point(kind: str, name: str) -> Entry:
     points = entry_points(group=_ENTRY_POINTS[kind], name=name)
     if points:
         return Entry(name, next(iter(points)).value, "any")
-    known = names(kind) + sorted(p.name for p in entry_points(group=_ENTRY_POINTS[kind]))
+    known = names(kind) + third_party(kind)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     raise ConfigError(f"unknown {kind} {name!r}{hint}; known: {', '.join(sorted(known))}")

@@ -30,6 +30,11 @@ class Stock:
         """Return the stock path of what the user gave as ``group``; without a ProcessGroup it only serves size 1."""
         return cls(group.rank, group.size, process_group_of(given))
 
+    def check(self) -> None:
+        """Raise Unsupported if there are other ranks and no ProcessGroup that reaches them. Local."""
+        if self._size > 1:
+            self._pg()
+
     def all_gather(self, x: Tensor, *, dim: int = 0, rows: Sequence[int] | None = None) -> Tensor:
         """Concatenate every rank's ``x`` along ``dim``; ``rows`` gives each rank's extent there where they differ."""
         size = self._size
@@ -80,7 +85,7 @@ class Stock:
     def _pg(self) -> dist.ProcessGroup:
         if self._group is None:
             raise Unsupported(
-                "transport='off' is torch.distributed's own path: call torch.distributed.init_process_group first and"
-                " pass that group"
+                "transport='off' is torch.distributed's own path: call torch.distributed.init_process_group before"
+                " commbackend.init"
             )
         return self._group

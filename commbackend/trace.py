@@ -251,7 +251,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="commbackend trace",
         description="Record every step of a script's communicators: commbackend trace [--out DIR] -- script.py ARGS "
-        "(started by torchrun or mpirun for several ranks). Then merge and measure: commbackend trace --merge DIR.",
+        "(for several ranks: torchrun --nproc-per-node 2 -m commbackend trace -- script.py, or mpirun -n 2 commbackend "
+        "trace -- script.py). Then merge and measure: commbackend trace --merge DIR.",
     )
     parser.add_argument("--out", default="trace-output", help="folder for one file a rank (default trace-output)")
     parser.add_argument(

@@ -83,8 +83,14 @@ def main() -> None:
     device = join(options.device == "cuda" or (options.device == "auto" and enough))
     world, tp = dist.get_world_size(), options.tp
     dp = world // tp
-    if world % tp or options.batch % dp or options.sequence % tp:
-        parser.error(f"--tp {tp} must divide {world} processes and --sequence, and {dp} replicas must divide --batch")
+    for name, number, parts in (
+        ("processes", world, tp),
+        ("--sequence", options.sequence, tp),
+        ("--intermediate", options.intermediate, tp),
+        ("--batch", options.batch, dp or 1),
+    ):
+        if number % parts:
+            parser.error(f"{name} {number} does not divide by {parts} ({world} processes, --tp {tp})")
     mesh = dist.init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
     comm = commbackend.init(mesh["tp"], device=device)
 

@@ -21,6 +21,7 @@ class FakeCaps:
     numerics: str = "fixed"
     stream_ordered: bool = False
     free_queues: bool = True
+    copy_lanes: int = 1
 
 
 #: Every combination of roles that changes a plan.

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -74,7 +75,7 @@ VALUES: list[tuple[str, str, object, list[str]]] = [
     ("strict", "yes", True, ["maybe", "2"]),
     ("check", "off", False, ["nope"]),
     ("allow_shared_device", "1", True, ["y e s"]),
-    ("polling", "never", "never", ["always"]),
+    ("polling", "always", "always", ["sometimes"]),
 ]
 
 
@@ -111,6 +112,15 @@ def test_every_field_is_tested_and_documented() -> None:
     for row in rows:
         assert row["variable"] == PREFIX + row["name"].upper()
         assert row["doc"].endswith(".") and row["accepts"] and row["type"]
+
+
+def test_the_page_of_settings_is_current() -> None:
+    page = (Path(__file__).parent.parent / "docs/settings.md").read_text()
+    rows = [
+        f"| `{r['name']}` | `{r['variable']}` | {r['default'] or 'unset'} | {r['accepts']} | {r['doc']} |"
+        for r in reference()
+    ]
+    assert [line for line in page.splitlines() if line.startswith("| `")] == rows
 
 
 def test_unknown_options_and_variables(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -153,6 +154,15 @@ def test_broken_providers_do_not_hide_the_others(monkeypatch: pytest.MonkeyPatch
     found = doctor._probe_all("transport")
     assert found["gloo"]["reason"] == "its probe raised ZeroDivisionError: oops"
     assert (found["shm"]["reason"], found["shm"]["hint"]) == ("not built", "build it")
+
+
+def test_transports_of_other_packages_are_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = importlib.metadata.EntryPoint("other", "commbackend.transports.shm:ShmTransport", "commbackend.transports")
+    found = importlib.metadata.EntryPoints([theirs])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **wanted: found.select(**wanted))
+    assert registry.third_party("transport") == ["other"] and registry.third_party("gemm") == []
+    about = doctor._probe_all("transport")["other"]
+    assert (about["device"], about["usable"], about["automatic"]) == ("cpu", True, False)
 
 
 def test_versions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,6 +185,35 @@ def test_disagreement_names_ranks_and_both_values():
         assert "rank 2 called" in text and "rows=7x4" in text and "rows=8x4" in text, text
 
 
+def misspelt(rank, group):
+    from commbackend.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"unknown schedule 'pul' \(did you mean pull\?\)"):
+        communicator(group, "local", schedule="pul")
+    return True
+
+
+def test_a_schedule_that_no_op_has_is_refused():
+    assert run_threads(misspelt, 2) == [True] * 2
+
+
+def explained(rank, group):
+    comm = communicator(group, "local", chunks=2)
+    problem = Problem("all_gather_matmul", (4,) * group.size, 1, k=4, n=(4,), dtype="float32")
+    comm.knobs(problem)
+    text = comm.explain()
+    comm.close()
+    return text
+
+
+def test_explain_says_what_was_given_and_how_calls_run():
+    for rank, text in enumerate(run_threads(explained, 2)):
+        assert text.startswith(f"rank {rank} of 2 on cpu: transport local\n")
+        assert "  chunks = 2 (argument)\n" in text and "lanes =" not in text
+        assert "other settings: defaults; waits end after 20 s" in text
+        assert "all_gather_matmul rows=4x2 dtype=float32 k=4 n=4: " in text and "/2/" in text
+
+
 def barriers_between_calls(rank, group):
     comm = communicator(group, "local")
     problem = Problem("all_gather_matmul", (4,) * group.size, 1, k=4, n=(4,), dtype="float32")

@@ -40,9 +40,8 @@ def weights(comm, dtype=torch.bfloat16):
 def replay(comm, rounds):
     w, v = weights(comm)
     x = fresh(comm, 0)
-    with pytest.raises(Unsupported, match="prepare_capture"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            ops.all_gather_matmul(x, w, comm)
+    with pytest.raises(Unsupported, match="prepare_capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        ops.all_gather_matmul(x, w, comm)
     torch.cuda.synchronize()
     for _ in range(2):
         layer(x, w, v, comm)
@@ -74,9 +73,8 @@ def larger_than_prepared(comm):
     layer(x, w, v, comm)
     comm.prepare_capture()
     big = torch.randn(4096, K, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(Unsupported, match="heap for captured calls"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            ops.all_gather_matmul(big, w, comm)
+    with pytest.raises(Unsupported, match="heap for captured calls"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        ops.all_gather_matmul(big, w, comm)
     torch.cuda.synchronize()
     assert isinstance(layer(x, w, v, comm)[0], torch.Tensor)
 

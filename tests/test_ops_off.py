@@ -13,6 +13,9 @@ from torch.nn.functional import linear
 
 import commbackend
 from commbackend import ops
+from commbackend.communicator import Communicator
+from commbackend.config import resolve
+from commbackend.errors import Unsupported
 from commbackend.testing import run_ranks
 
 SIZE, HIDDEN, WIDE = 2, 48, 40
@@ -126,6 +129,16 @@ def bitwise(rank, group, folder, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bitwise_equal_to_stock(tmp_path, dtype):
     run_ranks(bitwise, SIZE, str(tmp_path), dtype)
+
+
+def without_torch_distributed(rank, group):
+    with pytest.raises(Unsupported, match=r"call torch\.distributed\.init_process_group before"):
+        Communicator(group, resolve(transport="off"), torch.device("cpu"))
+    return True
+
+
+def test_refused_at_once_where_torch_distributed_connects_nobody():
+    assert run_ranks(without_torch_distributed, SIZE) == [True] * SIZE
 
 
 def groups(rank, group, folder):

@@ -102,6 +102,24 @@ def test_source_distribution_holds_no_second_copy(source: Path) -> None:
     assert not {"transports", "gemm"} & tops
 
 
+def test_editable_install_wins_over_a_folder_of_that_name(source: Path, tmp_path: Path) -> None:
+    """A script beside the checkout finds the folder ``commbackend`` first, which is no package."""
+    code = f"import setuptools.build_meta as b; b.build_editable({str(tmp_path)!r})"
+    run(sys.executable, "-c", code, cwd=source)
+    (built,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(built).extractall(tmp_path / "site")
+    (tmp_path / "commbackend").mkdir()
+    script = f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import commbackend as c; print(c.__version__)"
+    (tmp_path / "script.py").write_text(script)
+    done = run(sys.executable, "-S", "script.py", cwd=tmp_path)
+    assert done.stdout.strip() == commbackend.__version__
+
+
+def test_nn_is_an_attribute() -> None:
+    code = "import commbackend; print(commbackend.nn.GatedMLP.__module__, 'nn' in dir(commbackend))"
+    assert run(sys.executable, "-c", code, cwd=ROOT).stdout.split() == ["commbackend.nn", "True"]
+
+
 def test_versions_agree() -> None:
     assert commbackend.__version__ == PROJECT["project"]["version"]
     assert f"## [{commbackend.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

@@ -29,7 +29,7 @@ def test_every_op_is_printed_checked_and_drawn_for_every_kind_of_transport(
 ) -> None:
     assert main([op, "--rows", "64", "--size", "3", "--k", "32", "--n", "48", "--role", role, "--check"]) == 0
     said = capsys.readouterr().out
-    assert "rank 2:" in said and "rank 2 lane 0 |" in said
+    assert "rank 2:" in said and "rank 2 lane 0 |" in said and "Proved over three calls" in said
 
 
 @pytest.mark.parametrize(

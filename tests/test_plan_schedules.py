@@ -267,7 +267,8 @@ def test_defaults_follow_bytes_and_roles() -> None:
         return default_knobs(p, CAPS[caps])
 
     small, large = problem("all_gather_matmul", (4, 4)), problem("all_gather_matmul", (1024, 1024), k=1024)
-    assert chosen(small, "puts") == Knobs("push", 1, 0)
+    assert chosen(small, "puts") == Knobs("sequence", 1, 0)
+    assert default_knobs(large, dataclasses.replace(CAPS["everything"], copy_lanes=0)) == Knobs("pull", 1, 0)
     assert chosen(large, "puts") == Knobs("push", 4, 1)
     assert chosen(large, "everything").schedule == "pull"
     assert chosen(large, "collectives").schedule == "collective"

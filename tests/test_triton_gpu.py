@@ -68,7 +68,7 @@ def provider() -> TritonTile:
     return TritonTile(timeout_s=5.0)
 
 
-@pytest.mark.parametrize("name", ["products", "fp8", "waiting", "graph"])
+@pytest.mark.parametrize("name", ["products", "fp8", "streams", "waiting", "graph"])
 def test_check(checks: ModuleType, provider: TritonTile, name: str) -> None:
     if name == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 needs capability 8.9")

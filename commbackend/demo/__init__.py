@@ -204,7 +204,8 @@ class _Demo:
         if len(reference) >= 10:
             last = sum(reference[-3:]) / 3
             bound = reference[0] * (0.75 if len(reference) >= 40 else 0.95)
-            self.report.check("the loss falls", last < bound, f"from {reference[0]:.3f} to {last:.3f} nats a byte")
+            seen = f"from {reference[0]:.3f} to {last:.3f} nats a byte, the mean of the last 3 steps"
+            self.report.check("the loss falls", last < bound, seen)
 
     def _survivors(self, result: Result) -> None:
         victim = result.run.ranks - 1

@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.single:
         return _Worker(options, device, None).run()
     overrides: dict[str, Any] = {} if options.transport == "auto" else {"transport": options.transport}
+    if device.type == "cpu":
+        # Where ranks share all cores the default is no copy lane; the demo is there to show one at work.
+        overrides["lanes"] = 1
     if options.share_gpu:
         overrides["allow_shared_device"] = True
     comm = commbackend.init(device=device, **overrides)

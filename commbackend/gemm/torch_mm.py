@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..contract import GemmKernel, GemmProblem, GemmProvider, GemmSegment
+from ..contract import GemmKernel, GemmProblem, GemmProvider, GemmSegment, torch_stream
 from ..errors import Unavailable, Unsupported
 
 __all__ = ["TorchMM"]
@@ -60,7 +60,7 @@ class _Kernel:
         self, segments: Sequence[GemmSegment], *, stream: int | None = None, sm_limit: int = 0, epoch: int = 0
     ) -> None:
         if self._on_cuda and stream is not None and stream != torch.cuda.current_stream().cuda_stream:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            with torch.cuda.stream(torch_stream(stream)):
                 self._run(segments)
         else:
             self._run(segments)

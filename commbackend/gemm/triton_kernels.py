@@ -10,7 +10,7 @@ then lists that those point to):
     segment  0 rows           1 row in the phase's a        2 row in the phase's out    3 tiles of earlier segments
              4 ready entries  5 address of the first        6 done entries              7 address of the first
              8 addends        9 address of the first       10 row in the phase's scale_a
-            11 address of the counter of finished tiles (0 between launches)
+            11 address of the counter of finished tiles (0 between launches)               12 1 if bias is added
     ready    address, delta, writer, word       done    address, delta       addend    address, row stride in elements
 
 A launch has two *phases*: segments 0...split-1 read ``a0`` and write ``o0``, the others ``a1`` and ``o1``. Two bases
@@ -218,7 +218,9 @@ def _finish(
         sb = tl.load(scale_b + offs_n * scale_b_rows, mask=inside_n, other=0.0)
         acc = acc * sa[:, None] * sb[None, :]
     if BIAS:
-        acc += tl.load(bias + offs_n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+        # A mask and no branch: rows of peers have none, their sum gets it once.
+        has_bias = tl.load(seg + 12) != 0
+        acc += tl.load(bias + offs_n, mask=inside_n & has_bias, other=0.0).to(tl.float32)[None, :]
     if ADDENDS:
         for j in range(tl.load(seg + 8).to(tl.int32)):
             entry = (tl.load(seg + 9) + 16 * j).to(tl.pointer_type(tl.int64))

@@ -2,8 +2,7 @@
 
 Triton's own launcher compiles a new variant when an integer argument happens to be 1 or a multiple of 16, and spends
 tens of microseconds a launch. Here a kernel is compiled once from a fixed signature (``Runtime.compile``), loaded
-through
-the driver, and launched with a parameter buffer that is packed in one go.
+through the driver, and launched with a parameter buffer that is packed in one go.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..contract import POISON
+from ..contract import POISON, torch_stream
 from ..errors import CommAborted, CommBackendError, CommTimeout, Unavailable
 
 __all__ = ["CudaDriver", "Driver", "FaultRecord", "Loaded", "Runtime"]
@@ -171,8 +170,8 @@ class CudaDriver:
         self._check(self._upload(dst, src, len(src), stream), f"cuMemcpyHtoDAsync of {len(src)} bytes")
 
     def follow(self, stream: int, other: int) -> None:
-        self._event.record(torch.cuda.ExternalStream(other, self.device))
-        self._event.wait(torch.cuda.ExternalStream(stream, self.device))
+        self._event.record(torch_stream(other, self.device))
+        self._event.wait(torch_stream(stream, self.device))
 
     def current_stream(self) -> int:
         return int(torch.cuda.current_stream(self.device).cuda_stream)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,9 +15,12 @@ from ..contract import DeviceSlotTable, GemmSegment, Slot
 from ..errors import ShapeError, Unsupported
 from .triton_launch import Runtime
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["Frame", "Launch", "Table", "Tables", "grouped", "identity", "tabulate"]
 
-LAUNCH_WORDS, SEGMENT_WORDS = 2, 12
+LAUNCH_WORDS, SEGMENT_WORDS = 2, 13
 # Size of one table, and how many launches of different layout are remembered.
 _TABLE_WORDS, _TABLES = 2048, 128
 
@@ -82,13 +85,22 @@ class Frame:
 
 
 class Launch:
-    """Segments that one launch serves: one b, bias, scale_b and column stride of a, and at most two frames."""
+    """Segments that one launch serves: one b, scale_b and column stride of a, and at most two frames.
 
-    __slots__ = ("frames", "key")
+    Attributes:
+        bias: The one bias of those segments that have one; None while none has.
+    """
+
+    __slots__ = ("bias", "frames", "key")
 
     def __init__(self, key: tuple[Any, ...]) -> None:
         self.key = key
+        self.bias: Tensor | None = None
         self.frames: list[Frame] = []
+
+    def admits(self, bias: Tensor | None) -> bool:
+        """Whether a segment with ``bias`` may join."""
+        return self.bias is None or bias is None or bias.data_ptr() == self.bias.data_ptr()
 
     @property
     def segments(self) -> list[GemmSegment]:
@@ -102,20 +114,20 @@ def grouped(segments: Sequence[GemmSegment]) -> list[Launch]:
     words = 0
     for s in segments:
         key = (
-            s.a.stride(1), s.b.data_ptr(), s.b.shape, s.b.stride(), None if s.bias is None else s.bias.data_ptr(),
+            s.a.stride(1), s.b.data_ptr(), s.b.shape, s.b.stride(),
             None if s.scale_b is None else s.scale_b.data_ptr(), s.scale_a is not None and s.scale_a.numel() != 1,
         )  # fmt: skip
         need = SEGMENT_WORDS + 1 + 4 * len(s.ready) + 2 * len(s.done) + 2 * len(s.addends)
         words += need
-        launch = launches[-1] if launches and launches[-1].key == key else None
-        if launch is not None and words + LAUNCH_WORDS <= _TABLE_WORDS and launch.frames[-1].take(s):
-            continue
-        if launch is None or len(launch.frames) == 2 or words + LAUNCH_WORDS > _TABLE_WORDS:
-            launch, words = Launch(key), need
-            launches.append(launch)
-        frame = Frame()
-        frame.take(s)
-        launch.frames.append(frame)
+        launch = launches[-1] if launches and launches[-1].key == key and launches[-1].admits(s.bias) else None
+        fits = launch is not None and words + LAUNCH_WORDS <= _TABLE_WORDS
+        if launch is None or not fits or not launch.frames[-1].take(s):
+            if launch is None or not fits or len(launch.frames) == 2:
+                launch, words = Launch(key), need
+                launches.append(launch)
+            launch.frames.append(Frame())
+            launch.frames[-1].take(s)
+        launch.bias = s.bias if launch.bias is None else launch.bias
     return launches
 
 
@@ -173,7 +185,7 @@ def tabulate(launch: Launch, bm: int, n_tiles: int, base: int) -> Table:
             for entries in (ready, done, addends):
                 head += [len(entries), -(lists + len(tail))]
                 tail += [word for entry in entries for word in entry]
-            head += [scale_row, -(lists + number)]
+            head += [scale_row, -(lists + number), int(s.bias is not None)]
             tiles += -(-rows // bm) * n_tiles
             number += 1
     slots, waits = any(s.ready or s.done for s in segments), any(s.ready for s in segments)

@@ -7,7 +7,9 @@ at most ``granularity - 1`` rows of work a segment.
 
 A kernel that polls holds its SMs until its flags have risen. It therefore leaves ``RESERVED_SMS`` SMs to kernels of
 others (the application's collectives that precede a peer's put, a transport's copy kernels);
-``TritonTile(reserve_sms=...)`` or ``sm_limit=`` of a call say otherwise. ``benchmarks/gemm_flags.py`` prices it.
+``TritonTile(reserve_sms=...)`` or ``sm_limit=`` of a call say otherwise. ``benchmarks/gemm_flags.py`` prices it: 128 of
+an H200's 132 SMs cost at most 3 %, mostly nothing, since they divide most counts of tiles; 124 cost 2-13 % at
+m >= 4096, up to 27 % at 2048 and 53 % at 512.
 
 Fast variants want what TMA and vector loads want: operands with one unit stride, addresses and other strides that are
 multiples of 16 bytes, n a multiple of 8. Anything else (odd k or n, transposed a) runs on a general variant with
@@ -19,13 +21,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from ..contract import GemmProblem, GemmProvider, GemmSegment, SumProvider
 from ..errors import ShapeError, Unavailable, Unsupported
+from .triton_choice import FP8, GENERAL, RESERVED_SMS, TileConfig, choose
 from .triton_launch import DTYPES, CudaDriver, Loaded, Runtime
 from .triton_reduce import ReduceKernel, summable
 from .triton_segments import Launch, Table, Tables, grouped, identity, tabulate
@@ -35,88 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RESERVED_SMS", "TileConfig", "TritonTile", "choose"]
 
-#: SMs that a polling launch leaves free unless told otherwise.
-RESERVED_SMS = 4
-_FP8 = ("float8_e4m3fn", "float8_e5m2")
 _WIDE = ("bfloat16", "float16")
 # Calls whose tensors differ that a kernel remembers.
 _BOUND = 256
-
-
-@dataclass(frozen=True, slots=True)
-class TileConfig:
-    """Shape of the kernel: a tile is ``bm`` x ``bn``, taken in steps of ``bk``.
-
-    Attributes:
-        stages, warps: As Triton means them.
-        group: Row blocks that share columns of b in L2.
-        split: Store the tile in two halves: half the shared memory for the result.
-        device_maps: Tensor maps are made by the kernel instead of by the host; its launches must not overlap then.
-        ctas: Tiles in flight on one SM; what one does between two tiles hides behind the other.
-    """
-
-    bm: int
-    bn: int
-    bk: int
-    stages: int
-    warps: int
-    group: int = 8
-    split: bool = False
-    device_maps: bool = False
-    ctas: int = 1
-
-    def shared_nbytes(self, itemsize: int, out_itemsize: int, *, bulk: bool = True) -> int:
-        """Estimate of the shared memory needed, from above. Without TMA the result reuses the operands' space, and one
-        stage is in registers.
-        """
-        tile = self.bm * self.bn * out_itemsize // (2 if self.split else 1)
-        step = (self.bm + self.bn) * self.bk * itemsize
-        return self.ctas * ((self.stages * step + tile if bulk else max((self.stages - 1) * step, tile)) + 256)
-
-
-# By capability class and by m x n tiles: first entry whose ``tiles`` the problem reaches, measured, not searched at
-# run time. (least tiles of bm x bn, config)
-_HOPPER = (
-    (96, TileConfig(128, 256, 64, 4, 8, split=True)),
-    (64, TileConfig(128, 128, 64, 4, 8)),
-    (0, TileConfig(64, 128, 128, 4, 4)),
-)
-_HOPPER_FP8 = (
-    (96, TileConfig(128, 256, 128, 4, 8, split=True)),
-    (64, TileConfig(128, 128, 128, 4, 8)),
-    (0, TileConfig(64, 128, 128, 4, 4)),
-)
-_BLACKWELL = (
-    (96, TileConfig(128, 256, 64, 3, 8, split=True)),
-    (0, TileConfig(128, 128, 64, 4, 4)),
-)
-_AMPERE = (
-    (96, TileConfig(128, 256, 32, 4, 8, split=True)),
-    (64, TileConfig(128, 128, 32, 4, 8, split=True)),
-    (0, TileConfig(64, 128, 32, 4, 4, split=True)),
-)
-_ADA_FP8 = ((0, TileConfig(128, 128, 64, 3, 8)),)
-_GENERAL = TileConfig(64, 64, 32, 2, 4)
-
-
-def choose(problem: GemmProblem, capability: int, shared_nbytes: int) -> TileConfig:
-    """Return the tile shape for ``problem``: the widest one that gives most SMs a tile, as deep as shared memory
-    allows."""
-    fp8, out_itemsize = problem.dtype in _FP8, 4 if problem.out_dtype == "float32" else 2
-    table: tuple[tuple[int, TileConfig], ...]
-    if capability >= 90:
-        table = _HOPPER_FP8 if fp8 else _BLACKWELL if capability >= 100 else _HOPPER
-    else:
-        table = _ADA_FP8 if fp8 else _AMPERE
-    for least, config in table:
-        tiles = -(-problem.m // config.bm) * -(-problem.n // config.bn)
-        if least and (tiles < least or problem.m <= config.bm // 2):
-            continue
-        for stages in range(config.stages, 1, -1):
-            fitted = replace(config, stages=stages)
-            if fitted.shared_nbytes(1 if fp8 else 2, out_itemsize, bulk=capability >= 90) <= shared_nbytes:
-                return fitted
-    return _GENERAL
 
 
 class Variant(NamedTuple):
@@ -244,7 +167,7 @@ class TritonTile(GemmProvider, SumProvider):
         """bf16 and fp16 of any size; fp8 with scales where k is a multiple of 16 and n one of 8."""
         if problem.device != "cuda":
             return "the triton provider multiplies on CUDA devices only"
-        if problem.dtype in _FP8:
+        if problem.dtype in FP8:
             if problem.out_dtype not in (*_WIDE, "float32"):
                 return f"fp8 products of type {problem.out_dtype} are not offered: use bfloat16, float16 or float32"
             if problem.k % 16 or problem.n % 8 or not problem.k:
@@ -291,8 +214,8 @@ class TritonTile(GemmProvider, SumProvider):
         """Return what ``prepare(problem)`` compiles, by layout of the operands: "nt" and "nn" (b's unit stride along
         k, n), "strided"."""
         runtime = self.runtime
-        fp8 = problem.dtype in _FP8
-        config = self.config or choose(problem, runtime.capability, runtime.shared_nbytes)
+        fp8 = problem.dtype in FP8
+        config = self.config or choose(problem, runtime.capability, runtime.shared_nbytes, runtime.sms, self.exact_fp8)
         load = "bulk" if runtime.capability >= 90 else "vector"
         whole = load == "vector" and problem.k % config.bk == 0
         flags = problem.polls, problem.bias, problem.addends, problem.scales
@@ -300,7 +223,7 @@ class TritonTile(GemmProvider, SumProvider):
         made = {"nt": Variant(*dtypes, load, False, whole, fp8 and self.exact_fp8, *flags, config)}
         if not fp8:
             made["nn"] = made["nt"]._replace(b_cols=True)
-            made["strided"] = made["nt"]._replace(load="strided", even_k=False, config=_GENERAL)
+            made["strided"] = made["nt"]._replace(load="strided", even_k=False, config=GENERAL)
         return made
 
     def _prepare(self, problem: GemmProblem) -> Kernel:
@@ -423,7 +346,7 @@ class Kernel:
         if out.shape[1] > 1 and out.stride(1) != 1:
             raise ShapeError(f"out has column stride {out.stride(1)}: 1 is needed")
         has = (s.bias is not None, bool(s.addends), s.scale_a is not None, bool(s.ready or s.done))
-        if has[0] != p.bias or has[1] > p.addends or has[2] != p.scales or has[3] > p.polls:
+        if has[0] > p.bias or has[1] > p.addends or has[2] != p.scales or has[3] > p.polls:
             raise ShapeError(f"segment with (bias, addends, scales, slots) = {has}: prepared for {p}")
         if s.bias is not None:
             _row("bias", s.bias, (b.shape[0],), self._out_dtype)
@@ -444,7 +367,7 @@ class Kernel:
         split, segments = len(first.segments), len(launch.segments)
         return {
             "a0": first.a, "a1": second.a, "b": s.b.data_ptr(), "o0": first.out, "o1": second.out,
-            "c0": first.out, "c1": second.out, "bias": 0 if s.bias is None else s.bias.data_ptr(),
+            "c0": first.out, "c1": second.out, "bias": 0 if launch.bias is None else launch.bias.data_ptr(),
             "scale_a0": first.scale, "scale_a1": second.scale,
             "scale_b": 0 if s.scale_b is None else s.scale_b.data_ptr(),
             "scale_a_rows": int(s.scale_a is not None and s.scale_a.numel() != 1),
@@ -471,8 +394,7 @@ class Kernel:
         b = launch.frames[0].segments[0].b
         n, k = b.shape
         step = 16 // self._dtype.itemsize
-        bias = launch.frames[0].segments[0].bias
-        good = bias is None or bias.data_ptr() % 16 == 0
+        good = launch.bias is None or launch.bias.data_ptr() % 16 == 0
         good = good and n > 0 and k > 0 and n % 8 == 0 and k % step == 0 and b.data_ptr() % 16 == 0
         for f in launch.frames:
             rows = [s for s in f.segments if s.a.shape[0]]

@@ -21,8 +21,12 @@ _CHUNK_NBYTES = 2 << 20
 #: Chunks that a GPU's copy engine moves at about four fifths and at half of its full speed: fewer, larger ones where a
 #: chunk costs launches, smaller ones where a kernel polls.
 _ENGINE_NBYTES, _POLLED_NBYTES = 16 << 20, 4 << 20
+#: Kernels poll by default where all that is gathered or summed is as large as this. On two H200s, back to back, before
+#: tiles were tuned, over cuBLAS in row blocks: 128 MiB 0.98 (all-reduce 0.89), 64 MiB 1.03 (0.92), 32 MiB 1.32 (1.14),
+#: 16 MiB 1.08 (1.03). By bytes of what travels, since k (n) of a rank's product may differ between ranks.
+_LEAST_POLLED_NBYTES = 64 << 20
 #: All-reduces up to this size send everything to everyone.
-_ONE_SHOT_NBYTES = 256 << 10
+_ONE_SHOT_NBYTES, _ONE_SHOT_HOST_NBYTES = 256 << 10, 512 << 10
 
 
 def candidates(problem: Problem, caps: PlanCaps, polling: bool = False) -> list[Knobs]:
@@ -115,23 +119,28 @@ def _gated(problem: Problem, knobs: Knobs) -> int:
     return 0
 
 
-def default_knobs(problem: Problem, caps: PlanCaps, polling: bool = False) -> Knobs:
+def default_knobs(problem: Problem, caps: PlanCaps, polling: bool = False, *, always: bool = False) -> Knobs:
     """Return the knobs used when none are given and none were measured. A rule by bytes:
 
     * one rank: nothing travels, the first schedule in its one form;
     * transports with collectives only: ``collective``;
-    * with peer views, ranks read each other's memory (``pull``; all-reduces ``one_shot_pull`` while small); else, and
-      always on GPUs (``stream_ordered``), they put (``push``, ``one_shot``, ``two_shot``);
-    * what one rank sends to one peer below 64 KiB: one chunk, everything in the caller's lane; above: one copy lane, in
-      chunks of about 2 MiB, at most 8;
+    * with peer views, ranks read each other's memory (``pull``; all-reduces ``one_shot_pull`` up to 512 KiB, then
+      ``two_shot_pull``); else, and always on GPUs (``stream_ordered``), they put (``push``, ``one_shot``, ``two_shot``);
+    * what one rank sends to one peer below 64 KiB: one product where there is one (``sequence``), else one chunk,
+      everything in the caller's lane;
+    * above that on CPUs, where the transport says that a copy lane is worth having (``copy_lanes``: cores that do not
+      multiply), one lane and chunks of about 2 MiB, at most 8; else one chunk in the caller's lane: copies and products
+      then share the cores, and every chunk is only one more thing to do;
     * on GPUs one copy lane for one peer, two for more, and chunks of about 16 MiB, at most 4. Libraries lose time with
       every row block, so peers' rows are multiplied in one (two, where there is more than one peer), and the gather
       side sends whole shards, since smaller chunks would gate nothing;
-    * on GPUs with ``polling`` the reduce side polls, and the gather side does with more than one peer: chunks of about
-      4 MiB, at most 4. The kernel folds received partials in unless a wgrad product can hide their journey.
+    * on GPUs with ``polling`` the reduce side polls, and the gather side does with more than one peer, where the whole
+      of what is summed or gathered is 64 MiB or more (``always``: also where it is less): chunks of about 4 MiB, at
+      most 4. The kernel folds received partials in unless a wgrad product can hide their journey.
 
     Args:
         polling: Whether a GEMM provider is there that polls.
+        always: Poll whatever the size; for measuring.
     Raises:
         PlanError: No schedule can serve the problem; the message lists the reasons.
     """
@@ -142,7 +151,10 @@ def default_knobs(problem: Problem, caps: PlanCaps, polling: bool = False) -> Kn
         knobs = Knobs(schedule, 1, lanes=0)
         knobs = _gate(problem, knobs, 1) if caps.stream_ordered and problem.size > 1 else knobs
     elif caps.stream_ordered:
-        knobs = _on_gpu(problem, caps, schedule, polling)
+        whole_nbytes = problem.blocks * problem.total * _cols(problem) * ITEMSIZE.get(problem.dtype, 1)
+        knobs = _on_gpu(problem, caps, schedule, polling and (always or whole_nbytes >= _LEAST_POLLED_NBYTES))
+    elif caps.copy_lanes == 0 and caps.one_sided:
+        knobs = Knobs(schedule, 1, lanes=0)
     else:
         knobs = Knobs(schedule, _chunks(nbytes, _CHUNK_NBYTES, 8), lanes=1)
     if (reason := supports(problem, caps, knobs)) is not None:
@@ -155,7 +167,7 @@ def _on_gpu(problem: Problem, caps: PlanCaps, schedule: str, polling: bool) -> K
     gathers = problem.op == "all_gather_matmul"
     if polling and caps.one_sided and (not gathers or problem.size > 2):
         for chunks in range(_chunks(nbytes, _POLLED_NBYTES, 4), 0, -1):
-            folds = caps.free_queues and "wgrad" not in problem.flags and not problem.bias
+            folds = caps.free_queues and "wgrad" not in problem.flags
             polled = Knobs(schedule, chunks, lanes, True, gathers or folds)
             if supports(problem, caps, polled) is None:
                 return polled
@@ -180,10 +192,11 @@ def _default_schedule(problem: Problem, caps: PlanCaps) -> str:
         return "collective"
     reads = caps.peer_view and not caps.stream_ordered
     if op.endswith("all_reduce"):
-        small = problem.total * _cols(problem) * ITEMSIZE.get(problem.dtype, 1) <= _ONE_SHOT_NBYTES
+        most = _ONE_SHOT_NBYTES if caps.stream_ordered else _ONE_SHOT_HOST_NBYTES
+        small = problem.total * _cols(problem) * ITEMSIZE.get(problem.dtype, 1) <= most
         return ("one_shot" if small else "two_shot") + ("_pull" if reads else "")
-    if op == "reduce_scatter":
-        return "push"
+    if not caps.stream_ordered and _peer_nbytes(problem) < _TINY_NBYTES and "sequence" in SCHEDULES.get(op, ()):
+        return "sequence"
     return "pull" if reads else "push"
 
 

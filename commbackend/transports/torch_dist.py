@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..contract import Caps
+from ..contract import Caps, torch_stream
 from ..errors import CommBackendError, CommTimeout, Unavailable, Unsupported
 from ..netlink import FOR_EVER, NetTransport, backend
 
@@ -126,9 +126,7 @@ class NcclTransport(NetTransport):
                 nccl.shutdown()
 
     def _on(self, stream: int | None) -> Any:
-        if stream == 0:  # ExternalStream(0) would be a fresh stream, not the default one
-            return torch.cuda.stream(torch.cuda.default_stream(self._device))
-        return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self._device) if stream else None)
+        return torch.cuda.stream(None if stream is None else torch_stream(stream, self._device))
 
     def _all_gather(self, dsts: Sequence[Tensor], src: Tensor, stream: int | None) -> None:
         self._all_to_all(dsts, [src] * self.size, stream)

@@ -111,6 +111,7 @@ def growth(rank: int, group: Any, options: dict[str, Any]) -> dict[str, Any]:
         kept = buffer.view(peer)[: 3 << 20]
         assert bool((kept == peer + 1).all()), f"bytes of rank {peer}: {kept.unique().tolist()}, wanted {peer + 1}"
         assert bool((buffer.local[3 << 20 :] == 0).all()), "new bytes are not zero"
+        t.barrier(soon())  # else a faster peer's put below is among the bytes looked at above
         x = torch.ones(1 << 20, device="cuda")
         t.put(buffer.window(500 << 20, (1 << 20,), torch.float32), x, peer, stream=current())
         finish(t)
@@ -196,10 +197,13 @@ def queues_deadline(rank: int, group: Any, options: dict[str, Any]) -> dict[str,
 
 
 def queues_poison_under_load(rank: int, group: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """An abort releases a blocked stream while another stream computes."""
+    """An abort releases a blocked stream while another stream computes. Kernels were loaded before: what CUDA loads at
+    a first launch waits for the blocked stream, with the lock that the poison needs (docs/gpu.md, Deadlines).
+    """
     with connected(rank, group, options) as t:
         slots, s = t.alloc_slots(1), torch.cuda.Stream()
         a = torch.randn(2048, 2048, device="cuda")
+        a = a @ a / 2048
         finish(t)
         t.barrier(soon())
         t.wait((rank + 1) % t.size, Slot(slots, 0, 1), deadline=soon(60), stream=s.cuda_stream)
