@@ -153,8 +153,8 @@ def check_products(provider: TritonTile) -> None:
                 adds = tuple(random(count, n, dtype=dtype) for _ in range(int(o.get("adds", 0))))
                 ready = ((1, Slot(words, i, 5)),) if polls and i else ()
                 done = ((1, Slot(words, 20 + i, 9)),) if polls else ()
-                # Of three segments the second, as peers' rows, has no bias.
-                segments.append(GemmSegment(heap[part] if i else x, b, out[part], None if i == 1 else bias, adds, ready, done))
+                own_bias = None if i == 1 else bias  # as peers' rows have none
+                segments.append(GemmSegment(heap[part] if i else x, b, out[part], own_bias, adds, ready, done))
                 at += count
             flags = {"bias": bias is not None, "addends": bool(o.get("adds"))}
             p = problem(total, n, k, polls=polls, dtype=str(dtype).removeprefix("torch."), **flags)
@@ -327,6 +327,8 @@ def check_streams(provider: TritonTile) -> None:
     torch.cuda.synchronize()
     expect("a stream follows stream 0", bool((copied == 1).all()))
     out, library = torch.zeros(1024, 1024, device=DEV), TorchMM().prepare(problem(1024, 1024, 1024, dtype="float32"))
+    library([GemmSegment(x, x, out)])
+    torch.cuda.synchronize()
     torch.cuda._sleep(20_000_000)
     x.fill_(0.5)
     with torch.cuda.stream(side):
@@ -341,9 +343,9 @@ def check_graph(provider: TritonTile) -> None:
     kernel = provider.prepare(problem(512, 512, 256, polls=True))
     epoch = torch.zeros(1, dtype=torch.int64, device=DEV)
     side = torch.cuda.Stream()
+    kernel(case.consume(2, 0), epoch=epoch.data_ptr())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        kernel(case.consume(2, 0), epoch=epoch.data_ptr())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):
             kernel(case.consume(2, 0), epoch=epoch.data_ptr())

@@ -165,6 +165,8 @@ def measure(speed: Speed, label: str, kind: str, case: Case, reps: int, results:
     for name in sorted(forms, key=lambda x: (x.split()[0], statistics.median(first[x]))):
         mark = f"  back to back {statistics.median(again[name]) / hot:.3f}" if name in again else ""
         print(f"    {name:34s} {statistics.median(first[name]) / base:.3f}{mark}")
+    chosen = name_of(choose(problem(case.m, case.n, case.k, polls=True, addends=kind == "scatter"), 90, 227 << 10))
+    print(f"    chosen for {'consume' if kind == 'gather' else 'fold'}: {chosen}")
     print(
         "    " + form + ": " + ", ".join(f"{n} {statistics.median(t) / base:.3f}" for n, t in priced.items()),
         flush=True,
@@ -386,10 +388,12 @@ def main() -> int:
         if name in args.only:
             part(args, record["results"])
             (args.out / "gemm_flags.json").write_text(json.dumps(record))
+    forms = {"plain": {}, "consume": {"polls": True}, "fold": {"polls": True, "addends": True}}
     picked = {
-        f"{m}x{n}x{k}": name_of(choose(problem(m, n, k), 90, 227 << 10))
+        f"{form} {m}x{n}x{k}": name_of(choose(problem(m, n, k, **flags), 90, 227 << 10))
         for _, n, k in (*GATHER, *SCATTER)
         for m in (64, 512, 2048, 8192)
+        for form, flags in forms.items()
     }
     record["failed"], record["built_in_choice"] = FAILED, picked
     (args.out / "gemm_flags.json").write_text(json.dumps(record))

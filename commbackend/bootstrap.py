@@ -223,12 +223,14 @@ class _Meeting:
                 self.pointer.unlink()
         for path in (self.directory / self._name, self._members):
             path.unlink(missing_ok=True)
-        self.directory.rmdir()  # fails, which is ignored, while a later meeting of the same job uses it
+        if not any(map(_live, _held(self.directory))):  # a later meeting of the same job may use it
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def _locked(fd: int) -> bool:
+def _locked(fd: int, probe: int = fcntl.LOCK_SH) -> bool:
+    """Whether a lock is held that excludes ``probe``."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, probe | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     return False
@@ -251,9 +253,14 @@ def _sweep(keep: Path) -> None:
     for directory in keep.parent.glob(f"commbackend-{os.getuid()}-*"):
         if directory == keep or os.lstat(directory).st_uid != os.getuid():
             continue
-        held = [*directory.glob("current-*"), *directory.glob("members-*")]
+        held = _held(directory)
         if held and not any(map(_live, held)):
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _held(directory: Path) -> list[Path]:
+    """The files whose locks say that somebody uses ``directory``."""
+    return [*directory.glob("current-*"), *directory.glob("members-*")]
 
 
 def _live(path: Path) -> bool:
@@ -262,7 +269,7 @@ def _live(path: Path) -> bool:
     except OSError:
         return True  # somebody else is at work on it
     try:
-        return _locked(fd)
+        return _locked(fd, fcntl.LOCK_EX)
     finally:
         os.close(fd)
 
@@ -389,7 +396,7 @@ def mpi_store(comm: Any, timeout_s: float) -> tuple[Store, Closer | None]:
         return c10d.HashStore(), None
     wire = _MpiWire(comm, timeout_s)
     try:
-        shared = _shared_directory(wire)
+        shared = _shared_file(wire)
         if shared is not None:
             directory, member = shared
             return c10d.FileStore(str(directory / "store"), size), lambda healthy: member.leave()
@@ -444,7 +451,7 @@ def _byte() -> Any:
     return MPI.BYTE
 
 
-def _shared_directory(wire: _MpiWire) -> tuple[Path, _Member] | None:
+def _shared_file(wire: _MpiWire) -> tuple[Path, _Member] | None:
     """Return a private directory of rank 0 that every rank has proven to see, or None if some do not."""
     nonce, made, fd = b"", b"", -1
     if wire.rank == 0:

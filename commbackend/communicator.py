@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
-import hashlib
 import logging
 import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -20,10 +20,11 @@ from .binding import Bound
 from .config import Config, resolve
 from .contract import GemmProvider
 from .engine import Engine
-from .errors import CommAborted, ConcurrentUse, ConfigError, Unavailable, Unsupported
+from .errors import CommAborted, ConcurrentUse, ConfigError, ShapeError, Unavailable, Unsupported
 from .graphs import GraphEngine
 from .group import Group, process_group_of, resolve_group
 from .plan import Knobs, Problem
+from .record import describe, sizes
 from .select import Choice, connect
 from .stock import Stock
 
@@ -37,10 +38,38 @@ __all__ = ["Communicator", "explain", "init", "resolve_communicator", "stats"]
 
 log = logging.getLogger("commbackend")
 
+#: How many problems a communicator remembers its choices and its bound programs for. A run whose shapes differ at every
+#: call forgets the oldest, and works them out again (about a millisecond) should they return.
+_KEPT = 1024
+
 _lock = threading.Lock()
 _alive: dict[Any, Communicator] = {}
+# One lock a key of ``_alive``: of several threads that ask for one group, the first connects, the others wait for it.
+_connecting: dict[Any, threading.Lock] = {}
 # ProcessGroup -> device type -> its default communicator: what an op finds in about a microsecond.
 _defaults: weakref.WeakKeyDictionary[Any, dict[str, Communicator]] = weakref.WeakKeyDictionary()
+
+
+def _forget_parent() -> None:
+    """In a forked child: its parent's communicators are not its own, and a thread of the parent may hold the locks."""
+    global _lock
+    _lock = threading.Lock()
+    for known in (_alive, _connecting, _defaults):
+        known.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+def _keep(cache: dict[K, V], key: K, value: V) -> V:
+    """Add to a cache that forgets its oldest entries."""
+    while len(cache) >= _KEPT:
+        cache.pop(next(iter(cache)), None)
+    cache[key] = value
+    return value
 
 
 class Communicator:
@@ -132,10 +161,7 @@ class Communicator:
         """
         engine = self._live()
         if not self._busy.acquire(blocking=False):
-            raise ConcurrentUse(
-                f"rank {self.rank}: {problem.op} was called while {engine.transport.op} (call {engine.number}) runs in"
-                " another thread; a communicator has one issue order: use one thread, or a communicator for each"
-            )
+            raise self._concurrent(engine, problem.op)
         try:
             knobs = self.knobs(problem)
             found = self._bound.get((problem, knobs))
@@ -151,7 +177,26 @@ class Communicator:
         finally:
             self._busy.release()
         overlapped = knobs.schedule != "sequence" and self.size > 1
-        self.count(problem.op, overlapped, knobs.schedule)
+        self.count(problem.op, overlapped, knobs.schedule if self.size > 1 else "one rank")
+
+    def _concurrent(self, engine: Engine, op: str) -> ConcurrentUse:
+        return ConcurrentUse(
+            f"rank {self.rank}: {op} was called while {engine.transport.op} (call {engine.number}) runs in another"
+            " thread; a communicator has one issue order: use one thread, or a communicator for each"
+        )
+
+    @contextlib.contextmanager
+    def _agreed(self, op: str, record: bytes) -> Iterator[Engine]:
+        """A step that all ranks must take together and that runs no program: they have agreed on it within."""
+        engine = self._live()
+        if not self._busy.acquire(blocking=False):
+            raise self._concurrent(engine, op)
+        try:
+            engine.enter(op, record)
+            engine.agree_all(record, self.timeout_s)
+            yield engine
+        finally:
+            self._busy.release()
 
     def _run_captured(self, eager: Engine, problem: Problem, knobs: Knobs, tensors: Mapping[str, Tensor]) -> None:
         graph = self._graph
@@ -183,9 +228,8 @@ class Communicator:
         engine = self._live()
         if self._graph is None:
             self._graph = GraphEngine(engine, self._providers, f"commbackend-{self.rank}-graph")
-        engine.enter("prepare_capture", record := f"prepare_capture half={engine.half_nbytes}".encode())
-        engine.agree_all(record, self.timeout_s)
-        self._graph.prepare()
+        with self._agreed("prepare_capture", f"prepare_capture half={engine.half_nbytes}".encode()):
+            self._graph.prepare()
 
     def _bind(self, engine: Engine, problem: Problem, knobs: Knobs) -> tuple[Bound, bytes]:
         record = describe(problem, knobs)
@@ -200,8 +244,9 @@ class Communicator:
             engine.agree_all(record, self.timeout_s)
             engine.grow(program.heap_nbytes())
         bound = engine.bind(program)
-        self._bound = {k: v for k, v in self._bound.items() if v[0] == engine.generation}
-        self._bound[problem, knobs] = (engine.generation, bound, record)
+        if self._bound and next(reversed(self._bound.values()))[0] != engine.generation:
+            self._bound.clear()
+        _keep(self._bound, (problem, knobs), (engine.generation, bound, record))
         return bound, record
 
     def knobs(self, problem: Problem) -> Knobs:
@@ -229,17 +274,18 @@ class Communicator:
                     raise Unsupported(f"{problem.op} with {wanted}: {reason}")
                 else:
                     log.info("commbackend: %s with %s: %s; using %s", problem.op, wanted, reason, found)
-            self._knobs[problem] = found
-            log.info("commbackend: %s over %s: %s", _sizes(problem), self.transport, found)
+            _keep(self._knobs, problem, found)
+            log.info("commbackend: %s over %s: %s", sizes(problem), self.transport, found)
         return found
 
     def supports(self, problem: Problem) -> str | None:
         """None if ``problem`` can be run here, else the reason in one line. Local."""
         if self._engine is None:
             return None
-        if problem not in self._supported:
-            self._supported[problem] = schedules.supports(problem, self.caps, self.knobs(problem))
-        return self._supported[problem]
+        try:
+            return self._supported[problem]
+        except KeyError:
+            return _keep(self._supported, problem, schedules.supports(problem, self.caps, self.knobs(problem)))
 
     def reserve(self, rows: int, cols: int, dtype: torch.dtype) -> None:
         """Make room for gathered operands of ``rows`` x ``cols``, so that later calls within it grow nothing.
@@ -247,24 +293,30 @@ class Communicator:
 
         Forward and backward passes within it make no hidden collective and allocate no symmetric memory. Symmetric
         memory becomes four times the operand (two halves; a backward pass gathers and scatters at the same time).
+
+        Raises:
+            ShapeError: ``rows`` or ``cols`` is negative, or ``dtype`` is none.
+            HeapExhausted: Some rank has less; raised on every rank.
         """
+        if not isinstance(dtype, torch.dtype) or rows < 0 or cols < 0:
+            raise ShapeError(
+                f"reserve: rank {self.rank}: rows={rows}, cols={cols}, dtype={dtype!r}: two counts of 0 or more and a"
+                " torch.dtype are needed"
+            )
         if self._engine is None:
             return
-        engine = self._engine
         nbytes = rows * cols * dtype.itemsize
-        engine.enter("reserve", record := f"reserve rows={rows} cols={cols} dtype={dtype}".encode())
-        engine.agree_all(record, self.timeout_s)
-        engine.grow(2 * nbytes + 65536)
-        engine.reserve_scratch(2 * nbytes + 65536)
+        with self._agreed("reserve", f"reserve rows={rows} cols={cols} dtype={dtype}".encode()) as engine:
+            engine.grow(2 * nbytes + 65536)
+            engine.reserve_scratch(2 * nbytes + 65536)
 
     def barrier(self) -> None:
         """Return when all ranks have called it. Collective."""
         if self._engine is None:
             self.stock.barrier()
             return
-        engine = self._live()
-        engine.enter("barrier", b"barrier")
-        engine.agree_all(b"barrier", self.timeout_s)
+        with self._agreed("barrier", b"barrier"):
+            return
 
     # -- looking in ----------------------------------------------------------------------------------------------------
     def count(self, op: str, overlapped: bool, reason: str = "") -> None:
@@ -306,7 +358,7 @@ class Communicator:
             )
             names = sorted({k.schedule for k in others})
             chosen = "stock" if self.off else str(self.knobs(p))
-            lines.append(f"    {_sizes(p)}: {chosen}; other schedules: {', '.join(names) or 'none'}")
+            lines.append(f"    {sizes(p)}: {chosen}; other schedules: {', '.join(names) or 'none'}")
         return "\n".join(lines)
 
     # -- end -----------------------------------------------------------------------------------------------------------
@@ -318,7 +370,14 @@ class Communicator:
             self._engine.transport.abort(reason)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Leave the group and give everything back. Collective when healthy, local after a fault; idempotent."""
+        """Leave the group and give everything back. Collective when healthy, local after a fault; idempotent.
+
+        A call that still runs in another thread is aborted. Whatever is raised, nothing is left behind.
+
+        Raises:
+            CommTimeout, PeerDied, CollectiveMismatch: Some rank has not called ``close`` in time, died, or called
+                something else.
+        """
         with _lock:
             if self.closed:
                 return
@@ -328,15 +387,22 @@ class Communicator:
         if os.getpid() != self._pid:
             # A forked child owns none of it.
             return
-        if self._engine is not None:
-            transport = self._engine.transport
-            try:
-                if self._graph is not None:
-                    self._graph.close(healthy=transport.fault is None)
-                self._engine.close(healthy=transport.fault is None)
-            finally:
-                transport.close(timeout_s)
-        self.group.close()
+        engine, graph = self._engine, self._graph
+        if engine is None:
+            self.group.close()
+            return
+        transport = engine.transport
+        with contextlib.ExitStack() as leaving:  # from the last to the first, each whatever the others raise
+            leaving.callback(lambda: self.group.close(healthy=transport.fault is None))
+            leaving.callback(transport.close, timeout_s)
+            leaving.callback(lambda: engine.close(healthy=transport.fault is None))
+            if graph is not None:
+                leaving.callback(lambda: graph.close(healthy=transport.fault is None))
+            if not self._busy.acquire(blocking=False):
+                transport.abort(f"closed while {transport.op} ran in another thread")
+            elif transport.fault is None:
+                engine.enter("close", b"close")
+                engine.agree_all(b"close", self.timeout_s if timeout_s is None else timeout_s)
 
     def __enter__(self) -> Communicator:
         return self
@@ -392,18 +458,21 @@ def init(
     config = resolve(**overrides)
     resolved = resolve_group(group, name=name, config=config)
     key = (resolved.key, where.type, name)
-    found = _alive.get(key)
-    if found is not None and not found.closed:
-        if overrides and config != found.config:
-            raise ConfigError(
-                "this group already has a communicator with other settings:"
-                f" {_differences(found.config, config)}; close it first, or make a second one with name="
-            )
-        return found
-    comm = Communicator(resolved, config, where, Stock.of(group, resolved))
     with _lock:
-        _alive[key] = comm
-    return comm
+        connecting = _connecting.setdefault(key, threading.Lock())
+    with connecting:
+        found = _alive.get(key)
+        if found is None or found.closed:
+            comm = Communicator(resolved, config, where, Stock.of(group, resolved))
+            with _lock:
+                _alive[key] = comm
+            return comm
+    if overrides and config != found.config:
+        raise ConfigError(
+            "this group already has a communicator with other settings:"
+            f" {_differences(found.config, config)}; close it first, or make a second one with name="
+        )
+    return found
 
 
 def resolve_communicator(group: Any = None, *, device: torch.device | None = None) -> Communicator:
@@ -436,36 +505,6 @@ def stats(group: Any = None) -> dict[str, Any]:
         return {f"{c.transport} {c.rank}/{c.size} #{i}": c.stats() for i, c in enumerate(_alive.values())}
 
 
-def describe(problem: Problem, knobs: Knobs) -> bytes:
-    """The record of a call that all ranks must agree on: only what must be equal, in at most 480 bytes of text."""
-    text = f"{_sizes(problem, local=False)} by {knobs}"
-    raw = text.encode()
-    if len(raw) > 440:
-        raw = raw[:400] + b"... #" + hashlib.blake2b(raw, digest_size=16).hexdigest().encode()
-    return raw
-
-
-# Dimensions that may differ between ranks: output features of gather ops, inner features of reduce ops.
-_LOCAL_N = {"all_gather_matmul", "dgrad_reduce_scatter", "dgrad_all_reduce"}
-_LOCAL_K = {"matmul_reduce_scatter", "matmul_all_reduce"}
-
-
-def _sizes(problem: Problem, *, local: bool = True) -> str:
-    rows = f"{problem.rows[0]}x{problem.size}" if len(set(problem.rows)) == 1 else ",".join(map(str, problem.rows))
-    parts = [problem.op, f"rows={rows}", f"dtype={problem.dtype}"]
-    if problem.blocks != 1:
-        parts.append(f"blocks={problem.blocks}")
-    if local or problem.op not in _LOCAL_K:
-        parts.append(f"k={problem.k}")
-    if problem.n:
-        parts.append(
-            f"n={','.join(map(str, problem.n))}" if local or problem.op not in _LOCAL_N else f"weights={len(problem.n)}"
-        )
-    if problem.bias and (local or problem.op not in _LOCAL_N):
-        parts.append("bias")
-    return " ".join([*parts, *problem.flags])
-
-
 def _known_schedule(asked: str) -> None:
     """Raise ConfigError if no op has a schedule of that name: then it is a slip, and no call would follow it."""
     known = sorted({name for of_op in schedules.SCHEDULES.values() for name in of_op})
@@ -478,6 +517,7 @@ def _known_schedule(asked: str) -> None:
 def _gemm_providers(config: Config, device: torch.device, timeout_s: float) -> list[GemmProvider]:
     names = registry.auto_names("gemm", device.type) if config.gemm == "auto" else config.gemm.split(",")
     found: list[GemmProvider] = []
+    reasons = []
     for name in names:
         try:
             provider = registry.gemm(name)
@@ -485,9 +525,12 @@ def _gemm_providers(config: Config, device: torch.device, timeout_s: float) -> l
         except Unavailable as e:
             if config.gemm != "auto":
                 raise
+            reasons.append(f"{name}: {e}")
             log.info("commbackend: GEMM provider %s: %s", name, e)
         else:
             found.append(provider(timeout_s=timeout_s))
+    if not found:
+        raise Unavailable(f"no GEMM provider for {device.type}: {'; '.join(reasons)}")
     return found
 
 

@@ -161,8 +161,8 @@ class Config:
         False,
         _boolean,
         "1/0, true/false, yes/no or on/off",
-        f"Unknown {PREFIX}* variables are errors instead of warnings, and so are calls that the chosen schedule, chunks or"
-        " lanes do not fit, which otherwise take the automatic choice.",
+        f"Unknown {PREFIX}* variables are errors instead of warnings, and so are calls that the chosen schedule, chunks"
+        " or lanes do not fit, which otherwise take the automatic choice.",
         agreed=False,
     )
     check: bool = _setting(

@@ -415,7 +415,8 @@ class Transport(ABC):
 
     def _ready(self) -> None:
         if self._fault is not None:
-            raise self._fault
+            # Without this every raise would add to the one traceback, which keeps the callers' tensors alive.
+            raise self._fault.with_traceback(None)
         if self.closed:
             raise CommAborted(f"transport {self.name!r} of rank {self.rank} is closed", rank=self.rank)
 

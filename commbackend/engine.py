@@ -33,6 +33,8 @@ __all__ = ["Call", "Engine", "mismatch_text"]
 
 #: How long a rank that has found a disagreement looks for what the other ranks called.
 _LOOK_S = 0.2
+#: How many prepared kernels are kept for programs to come; a bound program keeps its own.
+_KERNELS = 4096
 #: More lanes than any plan has.
 _NO_STREAMS: tuple[None, ...] = (None,) * 16
 
@@ -225,7 +227,8 @@ class Engine:
                 if other not in said and (record := self.transport.peek(other, call.number)) is not None:
                     said[other] = record
             time.sleep(1e-3)
-        raise CollectiveMismatch(mismatch_text(call.number, said))
+        op = call.record.partition(b" ")[0].decode("utf-8", "replace")
+        raise CollectiveMismatch(mismatch_text(call.number, said), op=op, seq=call.number)
 
     def fail(self, error: BaseException) -> None:
         """Make ``error`` the communicator's fault (the first one stays) and tell the peers."""
@@ -265,6 +268,8 @@ class Engine:
             for provider in self._providers:
                 reason = provider.supports(problem)
                 if reason is None:
+                    if len(self._kernels) >= _KERNELS:
+                        del self._kernels[next(iter(self._kernels))]
                     found = self._kernels[problem] = provider.prepare(problem)
                     break
                 reasons.append(f"{provider.name}: {reason}")

@@ -166,11 +166,12 @@ class Group:
         """Give up the store. Collective where rank 0 serves it (it waits a few seconds for the others to leave, unless
         the caller knows of a fault), else local; idempotent.
         """
+        healthy = healthy and self._fault is None
         self._fault = self._fault or CommAborted(f"group {self.name!r} of rank {self.rank} is closed", rank=self.rank)
         with self._open_lock:
             done, self._on_close, self._open_store, self._store = self._on_close, None, None, None
         if done is not None:
-            done(healthy and isinstance(self._fault, CommAborted))
+            done(healthy)
 
     # -- one round
     # ----------------------------------------------------------------------------------------------------------

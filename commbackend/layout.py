@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -88,6 +89,10 @@ def empty(shape: Sequence[int], like: Tensor, *, features_first: bool = False) -
 
 def dimension(op: str, x: Tensor, dim: int) -> int:
     """``dim`` counted from the front. Raises ShapeError if ``x`` has no such dimension."""
+    try:
+        dim = operator.index(dim)
+    except TypeError:
+        raise ShapeError(f"{op}: dim={dim!r}: an integer is needed") from None
     if x.dim() == 0 or not -x.dim() <= dim < x.dim():
         raise ShapeError(f"{op}: dim {dim} of a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()
@@ -121,9 +126,13 @@ def scatter_counts(op: str, extent: int, dim: int, rows: Sequence[int] | None, s
 
 
 def _counts(op: str, rows: Sequence[int], size: int) -> tuple[int, ...]:
-    counts = tuple(int(r) for r in rows)
+    try:
+        counts = tuple(map(operator.index, rows))
+    except TypeError:
+        counts = ()
     if len(counts) != size or min(counts) < 0:
+        shown = repr(rows) if len(repr(rows)) < 200 else f"{repr(rows)[:200]}..."
         raise ShapeError(
-            f"{op}: rows={counts}: one count of 0 or more for each of the {size} ranks of the group is needed"
+            f"{op}: rows={shown}: one count of 0 or more for each of the {size} ranks of the group is needed"
         )
     return counts

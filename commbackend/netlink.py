@@ -12,6 +12,7 @@ a death is noticed by all, also by those that wait for somebody else.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import itertools
 import logging
@@ -19,6 +20,7 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -50,6 +52,8 @@ _BREAK_TAG = (1 << 31) - 1
 _BYE_TAG = _BREAK_TAG - 1
 _PROOF_NBYTES = 4096
 _NO_TIME = timedelta(milliseconds=1)
+#: How long the end of a process that did not close its transport may take.
+_EXIT_S = 2.0
 #: A timeout for torch where something else keeps the deadline.
 FOR_EVER = timedelta(days=365)
 
@@ -110,6 +114,7 @@ class NetTransport(Collective):
         try:
             control = _gloo(store, group, len(set(hosts)) <= 1, str(options.get("interface") or ""))
             transport = cls(group, control, store)
+            _OPEN.add(transport)
             for thread in transport._threads:
                 thread.start()
             transport._prove(group.token)
@@ -337,13 +342,32 @@ class NetTransport(Collective):
                 self._barrier(deadline)
                 self._goodbye(deadline)
         finally:
-            self._left = True
-            self._bell.set()
-            for thread in self._threads:
-                if thread.is_alive():
-                    thread.join(max(deadline - time.monotonic(), 1.0))
-            self._records.clear()
-            self._control = None
+            self._end(deadline)
+
+    def _end(self, deadline: float) -> None:
+        """End the threads. Local."""
+        _OPEN.discard(self)
+        self._left = True
+        self._bell.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(max(deadline - time.monotonic(), 1.0))
+        self._records.clear()
+        self._control = None
+
+    def _exit(self) -> None:
+        """The process ends without ``close``: say goodbye and close the sockets. Local.
+
+        A thread that were still blocked in gloo then would wake in an interpreter that is gone, and abort the process.
+        """
+        if os.getpid() != self._pid:
+            return
+        deadline = time.monotonic() + _EXIT_S
+        if self._fault is None:
+            self._goodbye(deadline)
+        self._left = True
+        self._cut(self._peers())
+        self._end(deadline)
 
     def _goodbye(self, deadline: float) -> None:
         bye = torch.zeros(1, dtype=torch.uint8)
@@ -351,6 +375,15 @@ class NetTransport(Collective):
             self._finish([(p, self._control.send([bye], p, _BYE_TAG)) for p in self._peers()], deadline)
         except RuntimeError as e:  # a peer ended after the barrier: there is nobody left to tell
             log.debug("commbackend: rank %d: goodbye: %s", self.rank, e)
+
+
+_OPEN: weakref.WeakSet[NetTransport] = weakref.WeakSet()
+
+
+@atexit.register
+def _exit_all() -> None:
+    for transport in list(_OPEN):
+        transport._exit()
 
 
 # -- torch's backends

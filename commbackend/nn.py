@@ -49,6 +49,7 @@ __all__ = [
     "TransformerBlock",
     "column_parallel",
     "load_full",
+    "mark_replicated",
     "reduce_replicated_grads",
     "rotate",
 ]
@@ -163,8 +164,8 @@ class Attention(ParallelModule):
         kv_heads = heads if kv_heads is None else kv_heads
         if heads % self.comm.size or kv_heads % self.comm.size or heads % kv_heads:
             raise ShapeError(
-                f"Attention: {heads} heads and {kv_heads} key/value heads over {self.comm.size} ranks: both must divide by"
-                " the ranks, and heads by key/value heads"
+                f"Attention: {heads} heads and {kv_heads} key/value heads over {self.comm.size} ranks: both must divide"
+                " by the ranks, and heads by key/value heads"
             )
         if dim not in (0, 1):
             raise ShapeError(f"Attention: dim={dim}: the sequence is dimension 0 or 1")
@@ -238,6 +239,13 @@ def rotate(x: Tensor, base: float) -> Tensor:
 
 
 @torch.no_grad()
+def mark_replicated(parameter: nn.Parameter) -> None:
+    """Mark a parameter of your own that every rank holds whole while its gradient is only this rank's part, such as an
+    embedding or a norm that sees this rank's positions. ``reduce_replicated_grads`` then sums its gradient too. Local.
+    """
+    mark(parameter, -1, sequence_parallel=True)
+
+
 def reduce_replicated_grads(module: nn.Module, group: Any = None) -> None:
     """Sum over ranks the gradients of parameters marked ``sequence_parallel``. Collective; one all-reduce a dtype.
 

@@ -26,7 +26,7 @@ Said once for all ops here:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -307,11 +307,14 @@ def _communicator(group: Any, x: Any) -> Communicator:
 
 
 def _several(op: str, w: Tensor | Sequence[Tensor], bias: Bias) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    """Weights and biases as tuples of one length."""
-    weights = (w,) if isinstance(w, Tensor) else tuple(w)
+    """Weights and biases as tuples of one length; what is neither a tensor nor a sequence is refused as a tensor later."""
+    weights = (w,) if isinstance(w, Tensor) or not isinstance(w, Iterable) else tuple(w)
     if not weights:
         raise ShapeError(f"{op}: no weights")
-    biases = (bias,) if isinstance(bias, Tensor) else (None,) * len(weights) if bias is None else tuple(bias)
+    if bias is None:
+        biases: tuple[Tensor | None, ...] = (None,) * len(weights)
+    else:
+        biases = (bias,) if isinstance(bias, Tensor) or not isinstance(bias, Iterable) else tuple(bias)
     if len(biases) != len(weights) or (isinstance(bias, Tensor) and not isinstance(w, Tensor)):
         raise ShapeError(f"{op}: {len(biases)} biases for {len(weights)} weights: one entry each, or None, is needed")
     return weights, biases

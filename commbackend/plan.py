@@ -233,7 +233,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """One launch of the GEMM provider over ``segments``, in their order. ``form``: "nt", "nn", "tn", see ``Segment``."""
+    """One launch of the GEMM provider over ``segments``, in order. ``form``: "nt", "nn", "tn", see ``Segment``."""
 
     lane: int
     after: tuple[int, ...]
@@ -364,7 +364,9 @@ class Knobs:
 
     def __str__(self) -> str:
         """Return ``schedule/chunks/lanes``, and by name what is not the default: ``push/4/1 polls=True``."""
-        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[3:] if getattr(self, f.name) != f.default}
+        named = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self)[3:] if getattr(self, f.name) != f.default
+        }
         return " ".join([f"{self.schedule}/{self.chunks}/{self.lanes}", *(f"{k}={v}" for k, v in named.items())])
 
 

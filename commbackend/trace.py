@@ -254,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "(for several ranks: torchrun --nproc-per-node 2 -m commbackend trace -- script.py, or mpirun -n 2 commbackend "
         "trace -- script.py). Then merge and measure: commbackend trace --merge DIR.",
     )
-    parser.add_argument("--out", default="trace-output", help="folder for one file a rank (default trace-output)")
+    parser.add_argument("--out", default="trace-output", help="folder for rank0.json... (default trace-output)")
     parser.add_argument(
         "--merge", metavar="DIR", help="merge the files of DIR into DIR/trace.json and DIR/timeline.png"
     )
@@ -282,8 +282,13 @@ def _record(script: str, arguments: Sequence[str], out: Path) -> int:
     from .config import launcher
 
     out.mkdir(parents=True, exist_ok=True)
-    trace = Trace(launcher().rank)
+    launch = launcher()
+    trace = Trace(launch.rank)
     path = out / f"rank{trace.rank}.json"
+    if trace.rank == 0:  # ranks that an earlier, larger run had would be merged with this one's
+        for old in out.glob("rank*.json"):
+            if old.stem[4:].isdecimal() and int(old.stem[4:]) >= launch.size:
+                old.unlink()
     saved_argv, saved_path = sys.argv, sys.path[:]
     sys.argv, sys.path[0:0] = [script, *arguments], [str(Path(script).resolve().parent)]
     Communicator.default_recorder = trace

@@ -71,8 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=2, help="ranks of a tensor-parallel group")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--intermediate", type=int, default=192)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--intermediate", type=int, default=768)
     parser.add_argument("--sequence", type=int, default=32)
     parser.add_argument("--batch", type=int, default=8, help="samples a step, over all DP replicas")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -83,14 +83,11 @@ def main() -> None:
     device = join(options.device == "cuda" or (options.device == "auto" and enough))
     world, tp = dist.get_world_size(), options.tp
     dp = world // tp
-    for name, number, parts in (
-        ("processes", world, tp),
-        ("--sequence", options.sequence, tp),
-        ("--intermediate", options.intermediate, tp),
-        ("--batch", options.batch, dp or 1),
-    ):
-        if number % parts:
-            parser.error(f"{name} {number} does not divide by {parts} ({world} processes, --tp {tp})")
+    for number, what in ((world, "processes"), (options.sequence, "of --sequence"), (options.intermediate, "features")):
+        if number % tp:
+            parser.error(f"--tp {tp} must divide {number} {what}")
+    if options.batch % dp:
+        parser.error(f"{dp} replicas must divide --batch {options.batch}")
     mesh = dist.init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
     comm = commbackend.init(mesh["tp"], device=device)
 

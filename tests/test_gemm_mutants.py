@@ -25,6 +25,16 @@ def _no_bias(s: GemmSegment) -> None:
     s.out.copy_(_right(GemmSegment(s.a, s.b, s.out, addends=s.addends)))
 
 
+_SEEN: list[torch.Tensor] = []
+
+
+def _bias_everywhere(s: GemmSegment) -> None:
+    if s.bias is not None:
+        _SEEN[:] = [s.bias]
+    bias = s.bias if s.bias is not None or not _SEEN or _SEEN[0].shape[0] != s.out.shape[1] else _SEEN[0]
+    s.out.copy_(_right(GemmSegment(s.a, s.b, s.out, bias, s.addends)))
+
+
 def _addends_reversed(s: GemmSegment) -> None:
     s.out.copy_(_right(GemmSegment(s.a, s.b, s.out, bias=s.bias, addends=s.addends[::-1])))
 
@@ -96,6 +106,7 @@ class Wrong(GemmProvider):
 
 MUTANTS: list[tuple[Callable[[GemmSegment], None], str, tuple[Any, ...]]] = [
     (_no_bias, "test_bias_and_addends", ("float32", "float32")),
+    (_bias_everywhere, "test_some_segments_have_a_bias", ("float32",)),
     (_addends_reversed, "test_addends_are_added_in_order", ()),
     (_rounds_between, "test_rounding_comes_last", ()),
     (_ignores_strides_of_b, "test_strides", ("b transposed", "float32")),

@@ -1,4 +1,4 @@
-"""Ops captured in CUDA graphs over userbuffers: replays with new inputs, mixed with eager calls, bitwise equal to eager."""
+"""Ops in CUDA graphs over userbuffers: replayed with new inputs, mixed with eager calls, bitwise equal to eager."""
 
 from __future__ import annotations
 

@@ -489,6 +489,8 @@ def test_what_a_dead_job_left_is_not_believed(tmp_path: Path, monkeypatch: pytes
     dead = bootstrap._Meeting(directory, 1)
     old = dead.open()
     os.close(dead._fd)  # what the kernel does when the process is killed
+    os.close(dead._member.fd)
+    dead._fd = dead._member.fd = -1
     launch = Launch("slurm", 1, 2, 1, 2, "job")
     waiting = bootstrap._Meeting(directory, 1)
     error = raises(CommTimeout, waiting.find, time.monotonic() + 0.2, launch, 0.2)
@@ -501,7 +503,11 @@ def test_what_a_dead_job_left_is_not_believed(tmp_path: Path, monkeypatch: pytes
     other.open()  # sweeps dead neighbours, not live ones
     assert directory.exists()
     os.close(new._fd)
+    new._fd = -1
     bootstrap._sweep(other.directory)
+    assert path.with_name(path.name.replace("store", "members")).exists()  # others of that job are still there
+    waiting.close()
+    new.close()
     assert not directory.exists()
     other.close()
     assert not other.directory.exists()

@@ -209,6 +209,9 @@ def test_reduction_of_replicated_grads():
         assert marked[2].weight.grad.tolist() == plain.weight.grad.tolist() == [comm.rank + 1.0] * 4
         nn.reduce_replicated_grads(plain, comm)
         assert comm.stats()["calls"] == 2
+        nn.mark_replicated(plain.weight)
+        nn.reduce_replicated_grads(plain, comm)
+        assert plain.weight.grad.tolist() == [3.0] * 4
 
     spmd(body, 2)
 

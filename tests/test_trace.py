@@ -144,6 +144,9 @@ def test_command_records_a_script_and_merges(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-c", "import sys; from commbackend.trace import main; sys.exit(main(sys.argv[1:]))"]
     ranks, port = [], free_port()
+    (tmp_path / "out").mkdir()
+    for left_by_an_earlier_run in ("rank2.json", "rank10.json", "ranks.json"):
+        (tmp_path / "out" / left_by_an_earlier_run).write_text("of four ranks")
     shared = [
         f"PYTHONPATH={ROOT}",
         "WORLD_SIZE=2",
@@ -159,6 +162,8 @@ def test_command_records_a_script_and_merges(tmp_path: Path) -> None:
     said = [child.communicate(timeout=100) for child in ranks]
     assert [child.returncode for child in ranks] == [0, 0], said
     assert [out.split() for out, _ in said] == [["hello-0", "8.0"], ["hello-1", "8.0"]]
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"rank0.json", "rank1.json", "ranks.json"}
+    (tmp_path / "out/ranks.json").unlink()
     merged = subprocess.run(
         ["env", shared[0], *command, "--merge", "out", "--json"],
         cwd=tmp_path,

@@ -4,6 +4,7 @@ driver, numerics in Triton's interpreter."""
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import re
 import subprocess
@@ -31,10 +32,12 @@ BF16 = torch.bfloat16
 # -- what the compiler makes of it
 # ---------------------------------------------------------------------------------------
 WIDE, DEEP = TileConfig(128, 256, 64, 3, 8, split=True), TileConfig(128, 256, 64, 4, 8, split=True, device_maps=True)
+PAIRED = TileConfig(128, 128, 64, 3, 4, split=True, ctas=2)
 AMPERE, GENERAL = TileConfig(128, 256, 32, 4, 8, split=True), TileConfig(64, 64, 32, 2, 4)
 # dtypes, load, b_cols, even_k, exact, polls, bias, addends, scales, config
 VARIANTS = {
     "sm_90 fold": (90, Variant(BF16, BF16, "bulk", False, False, False, True, True, True, False, WIDE)),
+    "sm_90 two an SM": (90, Variant(BF16, BF16, "bulk", False, False, False, True, True, True, False, PAIRED)),
     "sm_90 device maps": (90, Variant(BF16, BF16, "bulk", True, False, False, True, False, False, False, DEEP)),
     "sm_100": (100, Variant(BF16, BF16, "bulk", False, False, False, True, False, False, False, WIDE)),
     "sm_80": (80, Variant(BF16, BF16, "vector", False, True, False, True, False, True, False, AMPERE)),
@@ -86,9 +89,9 @@ def test_memory_order(name: str) -> None:
             check_order(ptx.replace(gone, ""), bulk)
 
 
-@pytest.mark.parametrize("name", ["sm_90 fold", "sm_80", "sm_100"])
+@pytest.mark.parametrize("name", ["sm_90 fold", "sm_90 two an SM", "sm_80", "sm_100"])
 def test_no_spills(name: str, tmp_path: Path) -> None:
-    """Registers suffice: nothing lives on the stack."""
+    """Registers suffice: nothing lives on the stack, and as many CTAs as intended fit on one SM."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
         pytest.skip(f"triton {triton.__version__} ships no cuobjdump")
@@ -97,6 +100,8 @@ def test_no_spills(name: str, tmp_path: Path) -> None:
     said = subprocess.run([str(tool), "-res-usage", str(cubin)], capture_output=True, text=True, check=True, timeout=60)
     found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout + said.stderr)
     assert found and int(found.group(2)) == 0, said.stdout
+    config = VARIANTS[name][1].config
+    assert config.ctas * config.warps * 32 * int(found.group(1)) <= 65536, said.stdout
 
 
 def test_parameters_of_maps_are_never_read() -> None:
@@ -142,7 +147,7 @@ class FakeDriver:
         self._capability, self._sms = capability, sms
         self.launches: list[tuple[int, int, int]] = []
         self.maps: list[tuple[Any, ...]] = []
-        self.loads = self.uploads = 0
+        self.loads = self.uploads = self.beside = 0
         self.followed: list[tuple[int, int]] = []
         self.captures: set[int] = set()
 
@@ -172,6 +177,10 @@ class FakeDriver:
 
     def upload(self, dst: int, src: bytes, stream: int) -> None:
         self.uploads += 1
+        ctypes.memmove(dst, src, len(src))
+
+    def upload_now(self, dst: int, src: bytes) -> None:
+        self.beside += 1
         ctypes.memmove(dst, src, len(src))
 
     def follow(self, stream: int, other: int) -> None:
@@ -364,18 +373,23 @@ def test_other_weights_are_other_launches(kernel: Kernel, driver: FakeDriver) ->
     assert len(driver.launches) == 2
 
 
-def test_capture_wants_a_known_layout(compiled_once: TritonTile, kernel: Kernel, driver: FakeDriver) -> None:
-    """First use inside a capture says what to call before; afterwards it is allowed, and its table is never given
+def test_captured_launches_have_tables_of_their_own(
+    compiled_once: TritonTile, kernel: Kernel, driver: FakeDriver
+) -> None:
+    """Written beside the capture, shared with no eager launch (a graph may be replayed on any stream), never given
     away."""
-    driver.captures.add(5)
-    with pytest.raises(Unsupported, match="before its capture"):
-        kernel(gathered(1, (64, 32)), stream=5)
-    driver.captures.clear()
     kernel(gathered(1, (64, 32)), stream=5)
+    eager = values(driver.launches[-1], kernel)
     driver.captures.add(5)
+    before = driver.uploads
     kernel(gathered(2, (64, 32)), stream=5, epoch=4096)
     kept = values(driver.launches[-1], kernel)
-    assert kept["epoch"] == 4096
+    assert kept["epoch"] == 4096 and kept["table"] != eager["table"]
+    assert [r[:5] for r in table_of(kept)] == [[64, 0, 0, 0, 0], [32, 0, 0, 2, 1]]
+    assert all(kept["table"] < r[5] < kept["table"] + 8 * 2048 for r in table_of(kept))
+    assert (driver.uploads, driver.beside) == (before, 1), "a copy was captured"
+    kernel(gathered(3, (64, 32)), stream=5, epoch=4096)
+    assert values(driver.launches[-1], kernel)["table"] == kept["table"] and driver.beside == 1
     driver.captures.clear()
     for i in range(300):
         kernel(gathered(1, (64, 1 + i % 60, 1 + i // 60)), stream=5)
@@ -384,6 +398,9 @@ def test_capture_wants_a_known_layout(compiled_once: TritonTile, kernel: Kernel,
     for i in range(200):
         kernel(gathered(1, (64, 1 + i % 60, 1 + i // 60)), stream=6)
     assert (6, 5) in driver.followed, "a table of another stream is taken only behind that stream's work"
+    driver.captures.add(5)
+    with pytest.raises(Unsupported, match="all 128 launch tables are in use, 1 of them by captured graphs"):
+        kernel(gathered(1, (64, 61)), stream=5)
 
 
 def test_faults_are_raised_and_sticky(compiled_once: TritonTile, kernel: Kernel, driver: FakeDriver) -> None:
@@ -402,6 +419,29 @@ def test_faults_are_raised_and_sticky(compiled_once: TritonTile, kernel: Kernel,
     compiled_once.runtime.fault.clear()
     kernel(gathered(9))
     assert len(driver.launches) == 1
+
+
+def test_a_bias_of_own_rows_alone_is_one_launch(compiled_once: TritonTile, driver: FakeDriver) -> None:
+    """Segments with and without the bias share a launch, in any order; another bias comes in one of its own."""
+    heap, w, send, out = (TENSORS[n] for n in ("heap", "w", "send", "out"))
+    one, other = torch.zeros(128, dtype=BF16), torch.zeros(128, dtype=BF16)
+    kernel = compiled_once.prepare(dataclasses.replace(PROBLEM, bias=True))
+    peers = GemmSegment(heap[64:128], w, send[64:128], done=((1, Slot(WORDS, 3, 5)),))
+    for segments in (
+        [peers, GemmSegment(heap[:64], w, out[:64], one)],
+        [GemmSegment(heap[:64], w, out[:64], one), peers],
+    ):
+        driver.launches.clear()
+        kernel(segments)
+        (launch,) = driver.launches
+        v = values(launch, kernel)
+        assert v["bias"] == one.data_ptr()
+        assert [r[12] for r in table_of(v)] == [int(s.bias is not None) for s in segments]
+    driver.launches.clear()
+    kernel([GemmSegment(heap[:64], w, out[:64], one), peers, GemmSegment(heap[64:128], w, out[64:128], other)])
+    assert len(driver.launches) == 2 and values(driver.launches[-1], kernel)["bias"] == other.data_ptr()
+    kernel([peers])
+    assert values(driver.launches[-1], kernel)["bias"] == 0
 
 
 def test_bad_segments(kernel: Kernel, driver: FakeDriver) -> None:
@@ -496,6 +536,24 @@ def test_reduce_arguments() -> None:
         ReduceKernel(Runtime(FakeDriver(), CPU), torch.float64, 2)
 
 
+def test_what_was_measured_is_chosen() -> None:
+    """On an H200: small launches in one wave, two tiles an SM where an epilogue is to be hidden, wide tiles between."""
+    wanted = {
+        (64, 7168, 8192, "consume"): (64, 256, 1), (64, 4096, 1792, "fold"): (64, 128, 1),
+        (512, 3584, 4096, "consume"): (128, 128, 1), (512, 8192, 3584, "fold"): (128, 128, 2),
+        (2048, 8192, 3584, "fold"): (128, 128, 2), (2048, 8192, 3584, "produce"): (128, 256, 1),
+        (4096, 7168, 8192, "consume"): (128, 256, 1), (8192, 12288, 12288, "consume"): (128, 128, 2),
+    }  # fmt: skip
+    for (m, n, k, form), shape in wanted.items():
+        problem = GemmProblem(m, n, k, "bfloat16", "bfloat16", "cuda", polls=True, addends=form == "fold")
+        config = choose(problem, 90, 227 << 10)
+        assert (config.bm, config.bn, config.ctas) == shape, (m, n, k, form)
+    fp8 = GemmProblem(8192, 8192, 7168, "float8_e4m3fn", "bfloat16", "cuda", scales=True)
+    assert [choose(fp8, 90, 227 << 10, exact_fp8=exact).bm for exact in (True, False)] == [256, 128]
+    few = GemmProblem(512, 3584, 4096, "bfloat16", "bfloat16", "cuda", polls=True)
+    assert choose(few, 90, 227 << 10, sms=64) != choose(few, 90, 227 << 10)
+
+
 # -- numbers
 # -------------------------------------------------------------------------------------------------------------
 def test_interpreted() -> None:
@@ -508,4 +566,4 @@ def test_interpreted() -> None:
         env=env, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert said.returncode == 0, said.stdout[-2000:] + said.stderr[-4000:]
-    assert said.stdout.count("ok ") == 15
+    assert said.stdout.count("ok ") == 17

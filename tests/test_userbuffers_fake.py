@@ -17,6 +17,7 @@ import torch
 from fake_cuda import CUresult, FakeCuda, FakeUserbuffers, Gpu, gpus
 
 from commbackend.contract import POISON, Slot
+from commbackend.cuda_watch import Watch
 from commbackend.errors import (
     CollectiveMismatch,
     CommAborted,
@@ -521,7 +522,18 @@ def test_producers_first_end_in_one_queue_and_under_launch_blocking() -> None:
 @pytest.mark.parametrize(("connections", "waits"), [(1, "kernel"), (2, "stream")])
 def test_the_poison_path_is_proven_and_decides_the_form_of_waits(connections: int, waits: str) -> None:
     with world(connections=connections, timeout_s=10.0) as w:
-        assert w.run(lambda t, fake: t.waits) == [waits, waits]
+        assert w.run(lambda t, fake: (t.waits, t.caps.free_queues)) == [(waits, connections > 1)] * 2
+
+
+def test_one_rank_with_one_queue_tells_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules that need free queues are chosen by all ranks or by none; each waits as it can. Options ask too."""
+    found = Watch.prove
+    monkeypatch.setattr(Watch, "prove", lambda self: found(self) and self._rank == 0)
+    with world(timeout_s=10.0) as w:
+        assert w.run(lambda t, fake: (t.waits, t.caps.free_queues)) == [("stream", False), ("kernel", False)]
+    monkeypatch.undo()
+    with world(timeout_s=10.0, connections=1) as w:
+        assert w.run(lambda t, fake: (t.waits, t.caps.free_queues), waits="stream") == [("stream", False)] * 2
 
 
 # -- deadlines --------------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def run(
     name: str, rows: Sequence[int], n: int, k: int, *, capability: int = 90, dtype: torch.dtype = torch.float16,
     b_cols: bool = False,
     bias: bool = False, addends: int = 0, config: TileConfig | None = None, own: int = 0, pad: int = 0,
-    transposed: bool = False,
+    transposed: bool = False, own_bias: bool = False,
 ) -> None:  # fmt: skip
     """Segments of ``rows`` rows; segment ``own`` lies in a tensor of its own, the others in one heap, last first."""
     g = torch.Generator().manual_seed(hash(name) % 1000)
@@ -137,7 +137,8 @@ def run(
     for i in order:
         part = slice(starts[i], starts[i] + rows[i])
         adds = tuple(random(rows[i], n) for _ in range(addends)) if i == own else ()
-        segments.append(GemmSegment(x if i == own else heap[part], b, out[part], row_bias, adds))
+        with_bias = None if own_bias and i != own else row_bias
+        segments.append(GemmSegment(x if i == own else heap[part], b, out[part], with_bias, adds))
     name_of = str(dtype).removeprefix("torch.")
     problem = GemmProblem(total, n, k, name_of, name_of, "cuda", bias=bias, addends=addends > 0)
     provider(capability, config=config).prepare(problem)(segments)
@@ -217,6 +218,8 @@ if __name__ == "__main__":
     run("ragged segments keep to their rows", (17, 5, 1, 30), 72, 40, config=SMALL, own=2)
     run("no rows", (0, 9, 0), 32, 32, config=SMALL, own=1)
     run("split store, addends in order, bias", (20, 33), 64, 48, config=SPLIT, bias=True, addends=3)
+    run("own rows alone have a bias", (20, 33, 9), 64, 48, config=SPLIT, bias=True, own_bias=True, own=1)
+    run("the same through pointers", (20, 33), 37, 29, capability=80, bias=True, own_bias=True)
     run("maps made by the kernel", (20, 33), 40, 24, config=MAPS, bias=True)
     run("b by columns", (20, 33), 40, 24, config=SMALL, b_cols=True)
     run("pointers", (20, 33), 40, 24, capability=80, config=SMALL, addends=1)

@@ -218,9 +218,9 @@ def _finish(
         sb = tl.load(scale_b + offs_n * scale_b_rows, mask=inside_n, other=0.0)
         acc = acc * sa[:, None] * sb[None, :]
     if BIAS:
-        # A mask and no branch: rows of peers have none, their sum gets it once.
-        has_bias = tl.load(seg + 12) != 0
-        acc += tl.load(bias + offs_n, mask=inside_n & has_bias, other=0.0).to(tl.float32)[None, :]
+        # A mask and no branch: rows of peers have no bias, since their sum gets it once.
+        biased_n = n * tl.load(seg + 12).to(tl.int32)
+        acc += tl.load(bias + offs_n, mask=offs_n < biased_n, other=0.0).to(tl.float32)[None, :]
     if ADDENDS:
         for j in range(tl.load(seg + 8).to(tl.int32)):
             entry = (tl.load(seg + 9) + 16 * j).to(tl.pointer_type(tl.int64))

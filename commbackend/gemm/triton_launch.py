@@ -33,6 +33,7 @@ DTYPES: Mapping[torch.dtype, tuple[str, int]] = {
 
 #: Words of the fault record: kind (0 none, 1 timeout, 2 poison, -1 being written), writer, word, wanted, seen.
 FAULT_WORDS = 8
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Driver(Protocol):
@@ -70,6 +71,10 @@ class Driver(Protocol):
         """Copy to the device in stream order. ``src`` may be reused at once."""
         ...
 
+    def upload_now(self, dst: int, src: bytes) -> None:
+        """Copy to the device and wait for it, beside whatever is being captured. Not for memory that is in use."""
+        ...
+
     def follow(self, stream: int, other: int) -> None:
         """Make ``stream`` wait for what ``other`` has been given so far."""
         ...
@@ -95,12 +100,14 @@ class CudaDriver:
         self._encode = self._function("cuTensorMapEncodeTiled", p, i, u, p, p, p, p, p, i, i, i, i)
         self._upload = self._function("cuMemcpyHtoDAsync_v2", ctypes.c_uint64, p, ctypes.c_size_t, p)
         self._capture = self._function("cuStreamIsCapturing", p, p)
+        self._exchange_mode = self._function("cuThreadExchangeStreamCaptureMode", p)
+        self._synchronize = self._function("cuStreamSynchronize", p)
         torch.cuda.init()
         properties: Any = torch.cuda.get_device_properties(self.device)
         self._capability = 10 * properties.major + properties.minor
         self._sms = properties.multi_processor_count
         self._shared = int(properties.shared_memory_per_block_optin)
-        self._event = torch.cuda.Event()
+        self._event, self._beside = torch.cuda.Event(), torch.cuda.Stream(self.device)
         self._state = ctypes.c_int()
         self._dims, self._ld = (ctypes.c_uint64 * 2)(), (ctypes.c_uint64 * 1)()
         self._box, self._ones = (ctypes.c_uint32 * 2)(), (ctypes.c_uint32 * 2)(1, 1)
@@ -168,6 +175,15 @@ class CudaDriver:
     def upload(self, dst: int, src: bytes, stream: int) -> None:
         # From pageable memory: the driver stages the bytes before it returns.
         self._check(self._upload(dst, src, len(src), stream), f"cuMemcpyHtoDAsync of {len(src)} bytes")
+
+    def upload_now(self, dst: int, src: bytes) -> None:
+        mode, stream = ctypes.c_int(_RELAXED), self._beside.cuda_stream
+        self._check(self._exchange_mode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+        try:
+            self.upload(dst, src, stream)
+            self._check(self._synchronize(stream), "cuStreamSynchronize")
+        finally:
+            self._check(self._exchange_mode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
 
     def follow(self, stream: int, other: int) -> None:
         self._event.record(torch_stream(other, self.device))

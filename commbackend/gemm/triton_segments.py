@@ -23,6 +23,8 @@ __all__ = ["Frame", "Launch", "Table", "Tables", "grouped", "identity", "tabulat
 LAUNCH_WORDS, SEGMENT_WORDS = 2, 13
 # Size of one table, and how many launches of different layout are remembered.
 _TABLE_WORDS, _TABLES = 2048, 128
+# In the place of a stream: tables of captured launches.
+_GRAPHS = -1
 
 
 class Frame:
@@ -219,39 +221,42 @@ class Tables:
         self._memory = torch.zeros((_TABLES, _TABLE_WORDS), dtype=torch.int64, device=runtime.device)
         self._free = list(range(_TABLES))
         self._bound: OrderedDict[tuple[int, tuple[int, ...]], int] = OrderedDict()
-        self._captured: set[int] = set()
         self.zero = torch.zeros(1, dtype=torch.int64, device=runtime.device)
 
     def address(self, table: Table, stream: int) -> int:
-        """Return the device address of ``table`` for launches on ``stream``; uploads it when it is new there."""
-        key = (stream, table.words)
-        place = self._bound.get(key)
+        """Return the device address of ``table`` for launches on ``stream``; uploads it when it is new there.
+
+        A graph's launches have tables that nothing else uses, since it may be replayed on any stream.
+        """
         capturing = self._driver.capturing(stream)
+        key = (_GRAPHS if capturing else stream, table.words)
+        place = self._bound.get(key)
         if place is not None:
             self._bound.move_to_end(key)
-        elif capturing:
-            raise Unsupported(
-                "a product of this layout was never called on this stream: call it once before its capture"
-            )
-        else:
-            place = self._take(stream)
-            at = self._at(place)
-            words = [at - 8 * w if i < table.lists and w < 0 else w for i, w in enumerate(table.words)]
-            self._driver.upload(at, torch.tensor(words, dtype=torch.int64).numpy().tobytes(), stream)
-            self._bound[key] = place
+            return self._at(place)
+        place = self._take(stream, capturing)
+        at = self._at(place)
+        words = [at - 8 * w if i < table.lists and w < 0 else w for i, w in enumerate(table.words)]
+        raw = torch.tensor(words, dtype=torch.int64).numpy().tobytes()
         if capturing:
-            self._captured.add(place)
-        return self._at(place)
+            self._driver.upload_now(at, raw)
+        else:
+            self._driver.upload(at, raw, stream)
+        self._bound[key] = place
+        return at
 
     def _at(self, place: int) -> int:
         return self._memory.data_ptr() + 8 * _TABLE_WORDS * place
 
-    def _take(self, stream: int) -> int:
+    def _take(self, stream: int, capturing: bool) -> int:
         if self._free:
             return self._free.pop()
-        usable = [key for key, place in self._bound.items() if place not in self._captured]
-        if not usable:
-            raise Unsupported(f"all {_TABLES} launch tables belong to captured graphs")
+        usable = [key for key in self._bound if key[0] != _GRAPHS]
+        if capturing or not usable:
+            raise Unsupported(
+                f"all {_TABLES} launch tables are in use, {len(self._bound) - len(usable)} of them by captured graphs:"
+                " capture before that many products of other sizes or addresses have run"
+            )
         # Stream order protects launches that still read the oldest table; another stream's launches are waited for.
         victim = usable[0]
         if victim[0] != stream:

@@ -125,7 +125,7 @@ def default_knobs(problem: Problem, caps: PlanCaps, polling: bool = False, *, al
     * one rank: nothing travels, the first schedule in its one form;
     * transports with collectives only: ``collective``;
     * with peer views, ranks read each other's memory (``pull``; all-reduces ``one_shot_pull`` up to 512 KiB, then
-      ``two_shot_pull``); else, and always on GPUs (``stream_ordered``), they put (``push``, ``one_shot``, ``two_shot``);
+      ``two_shot_pull``); else, and on GPUs (``stream_ordered``), they put (``push``, ``one_shot``, ``two_shot``);
     * what one rank sends to one peer below 64 KiB: one product where there is one (``sequence``), else one chunk,
       everything in the caller's lane;
     * above that on CPUs, where the transport says that a copy lane is worth having (``copy_lanes``: cores that do not

@@ -75,8 +75,8 @@ class GemmSuite:
             dtype=str(first.a.dtype)[6:],
             out_dtype=str(first.out.dtype)[6:],
             device=self.device,
-            bias=first.bias is not None,
-            addends=bool(first.addends),
+            bias=any(s.bias is not None for s in segments),
+            addends=any(s.addends for s in segments),
             **flags,
         )
         gemm = self.gemm
@@ -210,6 +210,22 @@ class GemmSuite:
         self.check(out[5:22], x[5:22], b, [addend[5:22]])
         self.check(out[22:23], x[22:23], b)
         assert bool(out[23:].isnan().all()), "rows of no segment were written"
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # type: ignore[untyped-decorator]
+    def test_some_segments_have_a_bias(self, dtype: str) -> None:
+        """Segments with and without bias and addends share a launch; each gets its own alone."""
+        m, n, k, kind = 16, 24, 40, getattr(torch, dtype)
+        a, b, bias = self.random(3 * m, k, kind, 30), self.random(n, k, kind, 31), self.random(1, n, kind, 32)[0]
+        addend = self.random(m, n, kind, 33)
+        for place in range(3):
+            out, segments = self.empty(3 * m, n, kind), []
+            rows = [slice(i * m, (i + 1) * m) for i in range(3)]
+            for i, take in enumerate(rows):
+                more: dict[str, Any] = {"bias": bias, "addends": (addend,)} if i == place else {}
+                segments.append(GemmSegment(a[take], b, out[take], **more))
+            self.launch(segments, k)
+            for i, take in enumerate(rows):
+                self.check(out[take], a[take], b, [bias, addend] if i == place else [])
 
     def test_same_bits_again(self) -> None:
         """A prepared kernel gives the same bits at every launch."""

@@ -234,7 +234,8 @@ class LocalTransport(OneSided, Collective):
             if not late and (what, round_ - 1) in fabric.meetings:
                 del fabric.meetings[what, round_ - 1]
         if late:
-            waited = f"rank {self.rank} waited {time.monotonic() - start:.3f} s in {what} for rank(s) "
+            where = f"{what} of {self.op} (call {self.seq})" if self.op else what
+            waited = f"rank {self.rank} waited {time.monotonic() - start:.3f} s in {where} for rank(s) "
             text = waited + ", ".join(map(str, late))
             raise self._broke(CommTimeout(text, rank=late[0], waiting_for=late, op=self.op, seq=self.seq))
         return [met[r] for r in range(self.size)]
@@ -362,7 +363,8 @@ class LocalTransport(OneSided, Collective):
                     break
                 self._fabric.news.wait(left)
         if found is None:
-            text = f"rank {self.rank} waited {time.monotonic() - start:.3f} s for rank {peer}'s record of call {seq}"
+            waited = f"rank {self.rank} waited {time.monotonic() - start:.3f} s for rank {peer} in {self.op or 'a call'}"
+            text = f"{waited} (call {seq}): it has published no record"
             raise self._broke(CommTimeout(text, rank=peer, op=self.op, seq=self.seq))
         return found
 

@@ -118,7 +118,11 @@ class ShmTransport(OneSided):
             idle = transport._link.exchange(b"1" if _idle_cores(group.size) else b"0", deadline)
             transport.caps = replace(cls.caps, copy_lanes=1 if all(v == b"1" for v in idle) else 0)
         except BaseException as e:
-            transport.fail(e if isinstance(e, CommBackendError) else CommAborted(f"connecting failed: {e!r}"))
+            # What all ranks have voted on is no fault: they part in an orderly way, so that no rank takes another's
+            # leaving for the cause.
+            agreed = isinstance(e, Unavailable | HeapExhausted) and transport._board is not None
+            if not agreed:
+                transport.fail(e if isinstance(e, CommBackendError) else CommAborted(f"connecting failed: {e!r}"))
             transport.close()
             if isinstance(e, HeapExhausted):  # on every rank: the next transport may need less
                 raise Unavailable(f"shared memory for the control words: {e}") from e

@@ -148,7 +148,11 @@ class UserbuffersTransport(OneSided, GraphCapture):
         self._board = HostBoard(link, deadline)
         undo.callback(self._board.close)
         self._page = self._heap.alloc(_PAGE_NBYTES, deadline)
-        together(link, "starting kernels", lambda: self._start(deadline), deadline)
+        # Schedules that need free queues are chosen by all ranks or by none.
+        free = together(
+            link, "starting kernels", lambda: self._start(deadline), deadline, payload=lambda f: bytes((f,))
+        )
+        self.caps = replace(self.caps, free_queues=all(raw[0] for raw in free[1]))
         self._slots = SlotPages(self.rank, self._page, _SLOTS_AT)
         self._watch.tables = self._slots.tables
         self._prove(deadline, why_not)
@@ -169,8 +173,10 @@ class UserbuffersTransport(OneSided, GraphCapture):
                 )
         return False
 
-    def _start(self, deadline: float) -> None:
-        """Zero the first page, load every kernel, and see which waits can be ended from here."""
+    def _start(self, deadline: float) -> bool:
+        """Zero the first page, load every kernel, and see whether a held stream lets others pass: stream waits can be
+        ended from here only then.
+        """
         driver, self.status = self._driver, self._page.bases[self.rank]
         stream = driver.stream()
         try:
@@ -187,11 +193,13 @@ class UserbuffersTransport(OneSided, GraphCapture):
         period_s = min(0.25, max(self.timeout_s / 40, 0.005))
         self._watch = Watch(self, driver, self._page.bases, self.status + _POISON_AT, period_s)
         self._undo.callback(self._watch.stop)
+        free = self._watch.prove()
         self.waits = self._options["waits"]
         if self.waits == "auto":
-            self.waits = "stream" if self._watch.prove() else "kernel"
-            if self.waits == "kernel":
-                log.info("commbackend: rank %d: all streams share one hardware queue: waits are kernels", self.rank)
+            self.waits = "stream" if free else "kernel"
+        if not free:
+            log.info("commbackend: rank %d: streams share one hardware queue: waits are %ss", self.rank, self.waits)
+        return free
 
     def _prove(self, deadline: float, why_not: str) -> None:
         """Prove every pair and, where it was asked for, multicast."""
