@@ -270,18 +270,19 @@ def test_defaults_on_gpus_put_and_never_read_peers() -> None:
 def test_defaults_poll_only_where_a_provider_does() -> None:
     assert chosen("all_gather_matmul", 2, polling=True) == chosen("all_gather_matmul", 2)
     assert chosen("all_gather_matmul", 8, polling=True) == Knobs("push", 4, 2, polls=True)
-    assert chosen("matmul_reduce_scatter", 2, polling=True) == Knobs("push", 4, 1, polls=True)
-    assert chosen("matmul_reduce_scatter", 2, polling=True, caps=ONE_QUEUE) == Knobs("push", 4, 1, True, False)
-    assert chosen("dgrad_reduce_scatter", 2, polling=True, flags=("wgrad",)) == Knobs("push", 4, 1, True, False)
+    assert chosen("matmul_reduce_scatter", 2, polling=True) == chosen("matmul_reduce_scatter", 2)
+    assert chosen("matmul_reduce_scatter", 4, polling=True) == Knobs("push", 4, 2, polls=True)
+    assert chosen("matmul_reduce_scatter", 4, polling=True, caps=ONE_QUEUE) == Knobs("push", 4, 2, True, False)
+    assert chosen("dgrad_reduce_scatter", 4, polling=True, flags=("wgrad",)) == Knobs("push", 4, 2, True, False)
     assert not chosen("matmul_all_reduce", 2, polling=True, rows=16).polls
-    assert chosen("matmul_reduce_scatter", 2, polling=True, bias=True) == Knobs("push", 4, 1, polls=True)
-    assert not chosen("dgrad_reduce_scatter", 2, polling=True, weights=2).polls
-    assert not chosen("matmul_reduce_scatter", 2, polling=True, caps=CAPS["puts"]).polls
+    assert chosen("matmul_reduce_scatter", 4, polling=True, bias=True) == Knobs("push", 4, 2, polls=True)
+    assert not chosen("dgrad_reduce_scatter", 4, polling=True, weights=2).polls
+    assert not chosen("matmul_reduce_scatter", 4, polling=True, caps=CAPS["puts"]).polls
 
 
 def test_defaults_poll_where_what_travels_is_large() -> None:
     """From 64 MiB of bf16 on, of all ranks together, both sides; what may differ between ranks does not count."""
-    for op, size in (("matmul_reduce_scatter", 2), ("matmul_all_reduce", 2), ("all_gather_matmul", 4)):
+    for op, size in (("matmul_reduce_scatter", 4), ("matmul_all_reduce", 2), ("all_gather_matmul", 4)):
         polls = {rows: chosen(op, size, polling=True, rows=rows).polls for rows in (1024, 2048, 4096, 16384)}
         assert polls == {1024: False, 2048: False, 4096: True, 16384: True}, op
         assert chosen(op, size, polling=True, rows=2048) == chosen(op, size, rows=2048)

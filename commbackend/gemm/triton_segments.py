@@ -237,7 +237,7 @@ class Tables:
         place = self._take(stream, capturing)
         at = self._at(place)
         words = [at - 8 * w if i < table.lists and w < 0 else w for i, w in enumerate(table.words)]
-        raw = torch.tensor(words, dtype=torch.int64).numpy().tobytes()
+        raw = torch.tensor(words, dtype=torch.int64, device="cpu").numpy().tobytes()
         if capturing:
             self._driver.upload_now(at, raw)
         else:

@@ -21,9 +21,10 @@ _CHUNK_NBYTES = 2 << 20
 #: Chunks that a GPU's copy engine moves at about four fifths and at half of its full speed: fewer, larger ones where a
 #: chunk costs launches, smaller ones where a kernel polls.
 _ENGINE_NBYTES, _POLLED_NBYTES = 16 << 20, 4 << 20
-#: Kernels poll by default where all that is gathered or summed is as large as this. On two H200s, back to back, before
-#: tiles were tuned, over cuBLAS in row blocks: 128 MiB 0.98 (all-reduce 0.89), 64 MiB 1.03 (0.92), 32 MiB 1.32 (1.14),
-#: 16 MiB 1.08 (1.03). By bytes of what travels, since k (n) of a rank's product may differ between ranks.
+#: Kernels poll by default where all that is gathered or summed is as large as this; with two ranks only all-reduces do.
+#: On two H200s, back to back, over cuBLAS in row blocks: all-reduce 128 MiB 0.94, 64 MiB 0.93, 32 MiB 1.00, 16 MiB 1.4;
+#: reduce-scatter 1.04, 1.00, 1.09, 1.3 (benchmarks/results/2026-11-30/h200x2-overlap-polling-*.json).
+#: By bytes of what travels, since k (n) of a rank's product may differ between ranks.
 _LEAST_POLLED_NBYTES = 64 << 20
 #: All-reduces up to this size send everything to everyone.
 _ONE_SHOT_NBYTES, _ONE_SHOT_HOST_NBYTES = 256 << 10, 512 << 10
@@ -134,9 +135,9 @@ def default_knobs(problem: Problem, caps: PlanCaps, polling: bool = False, *, al
     * on GPUs one copy lane for one peer, two for more, and chunks of about 16 MiB, at most 4. Libraries lose time with
       every row block, so peers' rows are multiplied in one (two, where there is more than one peer), and the gather
       side sends whole shards, since smaller chunks would gate nothing;
-    * on GPUs with ``polling`` the reduce side polls, and the gather side does with more than one peer, where the whole
-      of what is summed or gathered is 64 MiB or more (``always``: also where it is less): chunks of about 4 MiB, at
-      most 4. The kernel folds received partials in unless a wgrad product can hide their journey.
+    * on GPUs with ``polling`` all-reduces poll, and with more than one peer the other operations do, where the whole of
+      what is summed or gathered is 64 MiB or more (``always``: the reduce side, whatever the size): chunks of about
+      4 MiB, at most 4. The kernel folds received partials in unless a wgrad product can hide their journey.
 
     Args:
         polling: Whether a GEMM provider is there that polls.
@@ -152,7 +153,8 @@ def default_knobs(problem: Problem, caps: PlanCaps, polling: bool = False, *, al
         knobs = _gate(problem, knobs, 1) if caps.stream_ordered and problem.size > 1 else knobs
     elif caps.stream_ordered:
         whole_nbytes = problem.blocks * problem.total * _cols(problem) * ITEMSIZE.get(problem.dtype, 1)
-        knobs = _on_gpu(problem, caps, schedule, polling and (always or whole_nbytes >= _LEAST_POLLED_NBYTES))
+        wins = whole_nbytes >= _LEAST_POLLED_NBYTES and (problem.size > 2 or problem.op.endswith("all_reduce"))
+        knobs = _on_gpu(problem, caps, schedule, polling and (always or wins))
     elif caps.copy_lanes == 0 and caps.one_sided:
         knobs = Knobs(schedule, 1, lanes=0)
     else:

@@ -257,7 +257,7 @@ class LocalTransport(OneSided, Collective):
     def _alloc(self, nbytes: int) -> LocalBuffer:
         self._agree("alloc", nbytes)
         short = self._allocated + nbytes > self._faults.heap_nbytes
-        own = None if short else torch.zeros(nbytes, dtype=torch.uint8)
+        own = None if short else torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         views = self._meet("alloc", own, self._soon())
         if lacking := [r for r, v in enumerate(views) if v is None]:
             free = self._faults.heap_nbytes - self._allocated
