@@ -365,6 +365,8 @@ class Transport(ABC):
         """Make ``cause`` the sticky fault unless there is one; release every blocked wait here; return the first fault.
         Any thread.
         """
+        if getattr(cause, "op", None) == "":  # told by a peer: here it is about the call that runs here
+            vars(cause)["op"] = self.op
         with self._fault_lock:
             first = self._fault is None
             if self._fault is None:

@@ -370,12 +370,23 @@ class NetTransport(Collective):
         self._end(deadline)
 
     def _goodbye(self, deadline: float) -> None:
+        """Tell every peer that this rank leaves in order; those that have ended meanwhile need no telling."""
         bye = torch.zeros(1, dtype=torch.uint8)
-        try:
-            self._finish([(p, self._control.send([bye], p, _BYE_TAG)) for p in self._peers()], deadline)
-        except RuntimeError as e:  # a peer ended after the barrier: there is nobody left to tell
-            log.debug("commbackend: rank %d: goodbye: %s", self.rank, e)
+        sent = []
+        for peer in self._peers():
+            try:
+                sent.append((peer, self._control.send([bye], peer, _BYE_TAG)))
+            except RuntimeError as e:
+                log.debug("commbackend: rank %d: goodbye to rank %d: %s", self.rank, peer, e)
+        for peer, work in sent:
+            try:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as e:
+                log.debug("commbackend: rank %d: goodbye to rank %d: %s", self.rank, peer, e)
 
+
+# -- the end of the process
+# --------------------------------------------------------------------------------------------------------------
 
 _OPEN: weakref.WeakSet[NetTransport] = weakref.WeakSet()
 

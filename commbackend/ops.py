@@ -307,7 +307,7 @@ def _communicator(group: Any, x: Any) -> Communicator:
 
 
 def _several(op: str, w: Tensor | Sequence[Tensor], bias: Bias) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    """Weights and biases as tuples of one length; what is neither a tensor nor a sequence is refused as a tensor later."""
+    """Weights and biases as tuples of one length; what is neither tensor nor sequence is refused as a tensor later."""
     weights = (w,) if isinstance(w, Tensor) or not isinstance(w, Iterable) else tuple(w)
     if not weights:
         raise ShapeError(f"{op}: no weights")

@@ -26,7 +26,10 @@ _ENGINE_NBYTES, _POLLED_NBYTES = 16 << 20, 4 << 20
 #: reduce-scatter 1.04, 1.00, 1.09, 1.3 (benchmarks/results/2026-11-30/h200x2-overlap-polling-*.json).
 #: By bytes of what travels, since k (n) of a rank's product may differ between ranks.
 _LEAST_POLLED_NBYTES = 64 << 20
-#: All-reduces up to this size send everything to everyone.
+#: Shards of fewer rows are multiplied in one product on a CPU: each of several would read the whole weight again
+#: (sequence over two products: 0.91-0.99 at 128 rows a shard, 0.98-1.02 at 512; benchmarks/results/2026-12-01).
+_FEW_ROWS = 256
+#: All-reduces up to this size send everything to everyone (on GPUs, on hosts).
 _ONE_SHOT_NBYTES, _ONE_SHOT_HOST_NBYTES = 256 << 10, 512 << 10
 
 
@@ -127,8 +130,8 @@ def default_knobs(problem: Problem, caps: PlanCaps, polling: bool = False, *, al
     * transports with collectives only: ``collective``;
     * with peer views, ranks read each other's memory (``pull``; all-reduces ``one_shot_pull`` up to 512 KiB, then
       ``two_shot_pull``); else, and on GPUs (``stream_ordered``), they put (``push``, ``one_shot``, ``two_shot``);
-    * what one rank sends to one peer below 64 KiB: one product where there is one (``sequence``), else one chunk,
-      everything in the caller's lane;
+    * what one rank sends to one peer below 64 KiB, and on CPUs shards of fewer than 256 rows: one product where there
+      is one (``sequence``, ``one_shot``), else one chunk, everything in the caller's lane;
     * above that on CPUs, where the transport says that a copy lane is worth having (``copy_lanes``: cores that do not
       multiply), one lane and chunks of about 2 MiB, at most 8; else one chunk in the caller's lane: copies and products
       then share the cores, and every chunk is only one more thing to do;
@@ -196,8 +199,11 @@ def _default_schedule(problem: Problem, caps: PlanCaps) -> str:
     if op.endswith("all_reduce"):
         most = _ONE_SHOT_NBYTES if caps.stream_ordered else _ONE_SHOT_HOST_NBYTES
         small = problem.total * _cols(problem) * ITEMSIZE.get(problem.dtype, 1) <= most
+        if not caps.stream_ordered and "dgrad" not in op and problem.n and problem.total < 2 * _FEW_ROWS:
+            small = True
         return ("one_shot" if small else "two_shot") + ("_pull" if reads else "")
-    if not caps.stream_ordered and _peer_nbytes(problem) < _TINY_NBYTES and "sequence" in SCHEDULES.get(op, ()):
+    few = _peer_nbytes(problem) < _TINY_NBYTES or max(problem.rows) * problem.blocks < _FEW_ROWS
+    if not caps.stream_ordered and few and "sequence" in SCHEDULES.get(op, ()):
         return "sequence"
     return "pull" if reads else "push"
 
