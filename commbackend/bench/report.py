@@ -1,4 +1,4 @@
-"""Tables from benchmark files: ``python -m commbackend.bench.report FILE... [--compare OLD]`` prints Markdown.
+"""Tables from benchmark files: ``python -m commbackend.bench FILE... [--compare OLD]`` prints Markdown.
 
 A file holds samples only (median, 10th and 90th percentile, count, in microseconds); every ratio is computed here, so
 that old files can be read by new columns. docs/benchmarks.md says what the columns mean. Standard library only.
@@ -313,7 +313,7 @@ def _section(path: str, report: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print files as Markdown. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m commbackend.bench.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m commbackend.bench", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="written by commbackend bench --json")
     parser.add_argument("--compare", metavar="OLD", help="also print the ratios to this older file")
     options = parser.parse_args(argv)
@@ -325,10 +325,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             if old is not None:
                 print(markdown(compare(report, old)), end="\n\n")
     except ConfigError as e:
-        print(f"bench_report: {e}", file=sys.stderr)
+        print(f"bench: {e}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
