@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--intermediate", type=int, default=768)
-    parser.add_argument("--sequence", type=int, default=32)
+    parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8, help="samples a step, over all DP replicas")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     options = parser.parse_args()

@@ -212,7 +212,7 @@ def test_what_cannot_be_served_says_why() -> None:
     ):
         found = supports(p, caps, knobs)
         assert found and reason in found, (found, reason)
-        with pytest.raises(PlanError, match="with ring"):
+        with pytest.raises(PlanError, match="with push"):
             program(p, 0, caps, knobs)
     with pytest.raises(PlanError, match="rank 3 of 3"):
         program(problem("all_gather"), 3, every, Knobs("push"))
