@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import hashlib
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -65,7 +64,7 @@ def _integer(low: int, high: int) -> Callable[[Any], int]:
 
 def _seconds(raw: Any) -> float:
     value = float(raw)
-    if isinstance(raw, bool) or not (math.isfinite(value) and value > 0):
+    if isinstance(raw, bool) or not 0 < value <= 1e6:  # more does not fit the counters of stores and sockets
         raise ValueError
     return value
 
@@ -127,13 +126,13 @@ class Config:
     timeout_s: float | None = _setting(
         None,
         _seconds,
-        "seconds, a number > 0",
+        "seconds, a number > 0 and up to 1e6",
         "Deadline of every wait in a call. Unset: the process group's timeout.",
     )
     init_timeout_s: float | None = _setting(
         None,
         _seconds,
-        "seconds, a number > 0",
+        "seconds, a number > 0 and up to 1e6",
         "Deadline of every step of init. Unset: the process group's timeout.",
     )
     numerics: str = _setting(

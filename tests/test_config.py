@@ -68,7 +68,7 @@ VALUES: list[tuple[str, str, object, list[str]]] = [
     ("schedule", "push", "push", ["auto,push"]),
     ("chunks", "32", 32, ["33", "-1", "two", "1.5"]),
     ("lanes", "-1", -1, ["-2", "17"]),
-    ("timeout_s", "1.5", 1.5, ["0", "-1", "inf", "nan", "soon"]),
+    ("timeout_s", "1.5", 1.5, ["0", "-1", "inf", "nan", "soon", "1e300"]),
     ("init_timeout_s", "30", 30.0, ["0"]),
     ("numerics", "Library", "library", ["fast"]),
     ("log_level", "INFO", "info", ["loud"]),
