@@ -27,7 +27,8 @@ _ENGINE_NBYTES, _POLLED_NBYTES = 16 << 20, 4 << 20
 #: By bytes of what travels, since k (n) of a rank's product may differ between ranks.
 _LEAST_POLLED_NBYTES = 64 << 20
 #: Shards of fewer rows are multiplied in one product on a CPU: each of several would read the whole weight again
-#: (sequence over two products: 0.91-0.99 at 128 rows a shard, 0.98-1.02 at 512; benchmarks/results/2026-12-01/cpu2-overlap-two-products.json).
+#: (sequence over two products: 0.91-0.99 at 128 rows a shard, 0.98-1.02 at 512;
+#: benchmarks/results/2026-12-01/cpu2-overlap-two-products.json).
 _FEW_ROWS = 256
 #: All-reduces up to this size send everything to everyone (on GPUs, on hosts).
 _ONE_SHOT_NBYTES, _ONE_SHOT_HOST_NBYTES = 256 << 10, 512 << 10
