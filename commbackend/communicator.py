@@ -291,8 +291,9 @@ class Communicator:
         """Make room for gathered operands of ``rows`` x ``cols``, so that later calls within it grow nothing.
         Collective.
 
-        Forward and backward passes within it make no hidden collective and allocate no symmetric memory. Symmetric
-        memory becomes four times the operand (two halves; a backward pass gathers and scatters at the same time).
+        With shards of about equal rows and the default schedules, forward and backward passes within it make no hidden
+        collective and allocate no symmetric memory. Symmetric memory becomes four times the operand (two halves; a
+        backward pass gathers and scatters at the same time), more for small operands of many ranks.
 
         Raises:
             ShapeError: ``rows`` or ``cols`` is negative, or ``dtype`` is none.
@@ -307,8 +308,9 @@ class Communicator:
             return
         nbytes = rows * cols * dtype.itemsize
         with self._agreed("reserve", f"reserve rows={rows} cols={cols} dtype={dtype}".encode()) as engine:
-            engine.grow(2 * nbytes + 65536)
-            engine.reserve_scratch(2 * nbytes + 65536)
+            room = schedules.reserve_nbytes(nbytes, self.size)
+            engine.grow(room)
+            engine.reserve_scratch(room)
 
     def barrier(self) -> None:
         """Return when all ranks have called it. Collective."""

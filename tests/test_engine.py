@@ -228,3 +228,18 @@ def barriers_between_calls(rank, group):
 def test_barriers_and_reserves_between_calls():
     """They publish records but use no heap half, so they must not count where credits are concerned."""
     run_threads(barriers_between_calls, 3)
+
+
+def reserved(rank, group, transport):
+    comm = communicator(group, transport)
+    comm.reserve(60, 8, torch.float32)
+    growths, nbytes = comm.stats()["heap_growths"], comm.stats()["symmetric_nbytes"]
+    for problem in problems(group.size):
+        if sum(problem.rows) * problem.blocks <= 60:
+            run_case(comm, problem, 1)
+    assert (comm.stats()["heap_growths"], comm.stats()["symmetric_nbytes"]) == (growths, nbytes)
+    comm.close()
+
+
+def test_calls_within_a_reserve_grow_nothing():
+    run_threads(reserved, 3, "local")

@@ -25,6 +25,7 @@ from commbackend.schedules import (
     needs_free_queues,
     plan,
     program,
+    reserve_nbytes,
     supports,
 )
 from commbackend.schedules.catalog import POLLING
@@ -261,6 +262,21 @@ def test_candidates_cost_little() -> None:
         start = time.perf_counter()
         assert candidates(p, CAPS["gpu"], polling=True)
         assert time.perf_counter() - start < 0.05
+
+
+@pytest.mark.parametrize("polling", [False, True])
+def test_what_is_reserved_holds_the_default_of_every_op(polling: bool) -> None:
+    """``Communicator.reserve``: later calls within it grow nothing, on hosts and on GPUs, forward and backward."""
+    hosts = (CAPS["everything"], dataclasses.replace(CAPS["everything"], copy_lanes=0))
+    for caps, size, rows, cols in itertools.product((*hosts, CAPS["gpu"]), (2, 3, 8), (8, 64, 512, 4096), (64, 4096)):
+        counts = tuple(rows // size + (r < rows % size) for r in range(size))
+        room = reserve_nbytes(rows * cols * 2, size)
+        for op in OPS:
+            for flags in ((), ("wgrad",)) if "dgrad" in op else ((),):
+                n = () if op in ("all_gather", "reduce_scatter", "all_reduce") else (cols,)
+                p = Problem(op, counts, k=cols, n=n, dtype="bfloat16", flags=flags)
+                made = program(p, 0, caps, default_knobs(p, caps, polling and caps.stream_ordered))
+                assert made.heap_nbytes() <= room and made.scratch_nbytes() <= room, (p, made.heap_nbytes(), room)
 
 
 def test_defaults_follow_bytes_and_roles() -> None:

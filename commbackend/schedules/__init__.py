@@ -7,6 +7,16 @@ show). ``candidates`` and ``default_knobs`` say what may be chosen and what is c
 from __future__ import annotations
 
 from .catalog import OPS, SCHEDULES, needs_free_queues, plan, program, supports
-from .choice import candidates, default_knobs
+from .choice import candidates, default_knobs, reserve_nbytes
 
-__all__ = ["OPS", "SCHEDULES", "candidates", "default_knobs", "needs_free_queues", "plan", "program", "supports"]
+__all__ = [
+    "OPS",
+    "SCHEDULES",
+    "candidates",
+    "default_knobs",
+    "needs_free_queues",
+    "plan",
+    "program",
+    "reserve_nbytes",
+    "supports",
+]

@@ -11,7 +11,7 @@ from ..plan import ITEMSIZE, Knobs, PlanCaps, Problem
 from .catalog import POLLING, SCHEDULES, supports
 from .shards import Piece, cut
 
-__all__ = ["candidates", "default_knobs"]
+__all__ = ["candidates", "default_knobs", "reserve_nbytes"]
 
 _CHUNK_COUNTS = (1, 2, 4, 8, 16, 32)
 #: Below this many bytes for one peer, a second lane costs more than it hides.
@@ -166,6 +166,14 @@ def default_knobs(problem: Problem, caps: PlanCaps, polling: bool = False, *, al
     if (reason := supports(problem, caps, knobs)) is not None:
         raise PlanError(f"no schedule for {problem}: {reason}")
     return knobs
+
+
+def reserve_nbytes(nbytes: int, size: int) -> int:
+    """Bytes of a heap half, and of scratch, that hold the default plan of every op whose gathered or summed operand has
+    at most ``nbytes`` and shards of about equal rows: a backward pass gathers and scatters at the same time, and a
+    one-shot all-reduce keeps a copy a rank.
+    """
+    return max(2 * nbytes, size * min(nbytes, _ONE_SHOT_HOST_NBYTES)) + 65536
 
 
 def _on_gpu(problem: Problem, caps: PlanCaps, schedule: str, polling: bool) -> Knobs:
