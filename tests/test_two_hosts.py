@@ -1,79 +1,136 @@
-"""Two hosts for real on one machine: network namespaces joined by a cable, with equal host names (F026, F034)."""
+"""Several hosts for real on one machine: what ``scripts/multihost`` makes, and ranks that start in it by variables.
+
+The ranks' side of each case is in ``multihost/each.py``; tests that run under mpirun there are ``multihost/test_*.py``.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
+import signal
 import subprocess
 import sys
-import textwrap
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-
-RANK = """
-import os, subprocess, time, torch
-from commbackend import select, topology
-from commbackend.config import Config, resolve
-from commbackend.group import resolve_group
-group = resolve_group(None, config=Config(init_timeout_s=40))
-assert topology.survey(group).hosts == (0, 0, 1, 1)
-transport, choice = select.connect(group, torch.device("cpu"), resolve(init_timeout_s=40))
-assert transport.name == "gloo" and choice.hosts == (0, 0, 1, 1), choice
-assert set(choice.reasons["shm"]) == {0, 1, 2, 3} and "connect" in choice.why()
-y = torch.empty(3)
-transport.all_reduce(y, torch.full((3,), group.rank + 1.0))
-assert y.tolist() == [10.0] * 3
-seen = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True).stdout.splitlines()
-mine = {l.split()[3].rpartition(":")[0] for l in seen if f"pid={os.getpid()}," in l}
-assert mine == {os.environ["OWN"]}, mine  # neither all interfaces nor loopback
-transport.barrier(time.monotonic() + 20)
-transport.close()
-group.close()
-print("GOOD", group.rank)
-"""
+MULTIHOST = str(ROOT / "scripts" / "multihost")
+EACH = str(ROOT / "tests" / "multihost" / "each.py")
+CANNOT = 77
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def multihost(*words: str, timeout_s: float = 110.0, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``scripts/multihost``; skip where such hosts cannot be made."""
+    hidden = ("OMPI_", "PMI", "SLURM_", "COMMBACKEND_", "MASTER_", "LOCAL_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(hidden) and k not in ("RANK", "WORLD_SIZE")}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, MULTIHOST, *words]
+    found = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=timeout_s, check=False)
+    if found.returncode == CANNOT:
+        pytest.skip(found.stderr.strip().splitlines()[-1])
+    return found
 
 
-@pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
-    """Names of two network namespaces, 10.77.0.1 and 10.77.0.2."""
-    if shutil.which("ip") is None:
-        pytest.skip("the command ip (iproute2) is not here")
-    a, b = f"cb{os.getpid()}a", f"cb{os.getpid()}b"
-    try:
+def each(case: str, ranks: int, *options: str, variables: tuple[str, ...] = ()) -> None:
+    """Run a case of ``multihost/each.py`` on every rank, with ``variables`` (NAME=VALUE) in place of the launcher's."""
+    found = multihost(*options, "--each", "--", "env", *variables, sys.executable, EACH, case)
+    good = {line for line in found.stdout.splitlines() if line.startswith("GOOD")}
+    assert found.returncode == 0 and good == {f"GOOD {r}" for r in range(ranks)}, found.stdout + found.stderr
+
+
+# -- the hosts themselves
+
+
+def test_hosts_have_a_network_names_and_memory_of_their_own() -> None:
+    mine = f"mine-{os.getpid()}"
+    look = (
+        f"hostname; touch /tmp/{mine} /dev/shm/{mine}; ls /tmp/{mine}; getent hosts node1 node0; ip -br -4 a show net1"
+    )
+    found = multihost("--hosts", "3", "--ranks-per-host", "1", "--links", "2", "--", "sh", "-c", look)
+    lines = found.stdout.splitlines()
+    assert found.returncode == 0 and lines[:2] == ["node0", f"/tmp/{mine}"], found.stdout + found.stderr
+    assert lines[2].split() == ["10.77.0.2", "node1"] and "10.77.1.1/24" in lines[4]
+    assert not Path(f"/tmp/{mine}").exists() and not Path(f"/dev/shm/{mine}").exists()
+
+
+def test_status_and_options() -> None:
+    assert multihost("--", "sh", "-c", "exit 3").returncode == 3
+    assert multihost("--hosts", "2", "--ranks-per-host", "1,1,1", "--", "true").returncode == 2
+    assert "tbf" in multihost("--rate", "1gbit", "--", "tc", "qdisc", "show", "dev", "net0").stdout
+
+
+def test_where_hosts_cannot_be_made(tmp_path: Path) -> None:
+    command = [sys.executable, MULTIHOST, "--", "true"]
+    env = {**os.environ, "PATH": str(tmp_path)}
+    found = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert found.returncode == CANNOT and "cannot make hosts here: ip, " in found.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_however_it_ends(number: signal.Signals) -> None:
+    multihost("--", "true")  # skips where there are no hosts
+    mark = f"{os.getpid()}{int(number)}"
+    before = set(os.listdir("/tmp"))
+    command = [sys.executable, MULTIHOST, "--", "sh", "-c", f"echo up; sleep 1000{mark}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rig:
+        assert rig.stdout is not None and rig.stdout.readline() == "up\n"
+        os.kill(rig.pid, number)
+        rig.wait(20)
+    deadline = time.monotonic() + 20
+    while (left := _processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, left
+    assert not [name for name in set(os.listdir("/tmp")) - before if "multihost" in name]
+
+
+def _processes(mark: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            for n in (a, b):
-                _run("ip", "netns", "add", n)
-            _run("ip", "link", "add", "cable", "netns", a, "type", "veth", "peer", "name", "cable", "netns", b)
-        except subprocess.CalledProcessError as e:
-            pytest.skip(f"network namespaces cannot be made here: {e.stderr.strip()}")
-        for n, address in ((a, "10.77.0.1/24"), (b, "10.77.0.2/24")):
-            _run("ip", "-n", n, "addr", "add", address, "dev", "cable")
-            _run("ip", "-n", n, "link", "set", "lo", "up")
-            _run("ip", "-n", n, "link", "set", "cable", "up")
-        yield a, b
-    finally:
-        for n in (a, b):
-            subprocess.run(["ip", "netns", "del", n], capture_output=True, check=False)
+            line = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue  # it has just ended
+        if mark in line:
+            found.append(line)
+    return found
 
 
-def test_two_hosts(hosts: tuple[str, str], tmp_path: Path) -> None:
-    """Hosts are told apart by proof; shm gives way to gloo on all ranks; listeners have the one address they need."""
-    script = tmp_path / "rank.py"
-    script.write_text(textwrap.dedent(RANK))
-    jobs = []
-    for rank in range(4):
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_", "COMMBACKEND_"))}
-        env |= {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29555"}
-        env |= {"OWN": f"10.77.0.{1 + rank // 2}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = ["ip", "netns", "exec", hosts[rank // 2], sys.executable, str(script)]
-        jobs.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env))
-    outs = [job.communicate(timeout=100)[0] for job in jobs]
-    assert all(f"GOOD {rank}" in out for rank, out in enumerate(outs)), "\n".join(outs)
+# -- ranks in them
+
+
+def test_equal_names_two_interfaces_and_shm_refused() -> None:
+    """F034, F103: hosts of one name, with LOCAL_WORLD_SIZE=1 on both."""
+    each("refused", 4, "--same-name", "--links", "2", variables=("LOCAL_WORLD_SIZE=1",))
+
+
+def test_ipv6_alone_and_a_cable_that_is_cut() -> None:
+    each("cut", 2, "--ipv6", "--ranks-per-host", "1")
+
+
+def test_own_name_is_loopback() -> None:
+    options = ("--own-name-is-loopback", "--ranks-per-host", "1")
+    each("loopback", 2, *options, variables=("MASTER_ADDR=node0",))
+    each("loopback_of_two", 2, *options, "--links", "2", variables=("MASTER_ADDR=node0",))
+
+
+def test_local_world_size_lies() -> None:
+    each("lies", 2, "--ranks-per-host", "1", variables=("LOCAL_WORLD_SIZE=2",))
+
+
+def test_torchrun_on_every_host() -> None:
+    found = multihost("--", "torchrun", EACH, "torchrun", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    good = {line for line in found.stdout.splitlines() if line.startswith("GOOD")}
+    assert found.returncode == 0 and good == {f"GOOD {r}" for r in range(4)}, found.stdout + found.stderr
+
+
+@pytest.mark.slow
+def test_demo_over_two_hosts(tmp_path: Path) -> None:
+    """The demo's ranks on both hosts, over shared memory with MPI between, and gloo: the losses of one process."""
+    words = ("demo", "--ranks", "4", "--steps", "8", "--launcher", "mpirun", "--json", "--out", str(tmp_path))
+    found = multihost("--share", str(tmp_path), "--", sys.executable, "-m", "commbackend", *words, timeout_s=900.0)
+    report = json.loads(found.stdout)
+    assert found.returncode == 0 and report["ok"], found.stderr
+    assert {run["transport"] for run in report["runs"]} == {"-", "shm+mpi", "gloo"}
+    assert any("mpi" in why and "not" not in why.split(";")[0] for why in report["why"])
