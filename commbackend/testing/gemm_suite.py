@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -15,7 +16,6 @@ from ..errors import Unavailable, Unsupported
 from .harness import load
 
 __all__ = ["GemmSuite"]
-
 _SHAPES = [(1, 1, 1), (7, 5, 3), (64, 48, 32), (33, 65, 127), (128, 16, 1024), (5, 256, 8)]
 _PAIRS = [
     ("float64", "float64"),
@@ -27,6 +27,12 @@ _PAIRS = [
 ]
 #: Unit roundoff of an accumulator in fp32, and in fp64.
 _UNIT = {torch.float64: 2.0**-53}
+
+
+@functools.cache
+def _shared(kind: type[GemmProvider]) -> GemmProvider:
+    """One provider for all tests: what one of them has compiled, the others use."""
+    return kind()
 
 
 class GemmSuite:
@@ -50,8 +56,7 @@ class GemmSuite:
             kind.probe(torch.device(self.device))
         except Unavailable as e:
             pytest.skip(f"{kind.name}: {e}")
-        made: GemmProvider = kind()
-        return made
+        return _shared(kind)
 
     def slots(self, words: int) -> tuple[SlotTable, Callable[[int, int], None]]:
         """A table that kernels of this process poll and raise, and a function (word, value) that raises a word."""
@@ -84,14 +89,16 @@ class GemmSuite:
             pytest.skip(f"{gemm.name}: {reason}")
         gemm.prepare(problem)(segments, stream=self.stream)
 
-    def check(self, found: Tensor, a: Tensor, b: Tensor, extra: Sequence[Tensor] = ()) -> None:
-        """Compare with fp64 under the bound of an fp32 (fp64) accumulation rounded once."""
+    def check(
+        self, found: Tensor, a: Tensor, b: Tensor, extra: Sequence[Tensor] = (), unit: float | None = None
+    ) -> None:
+        """Compare with fp64 under the bound of an fp32 (fp64) accumulation rounded once; ``unit``: its roundoff."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         exact, size = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
         for e in extra:
             exact, size = exact + e.double(), size + e.double().abs()
-        unit = _UNIT.get(a.dtype, 2.0**-24)
+        unit = unit or _UNIT.get(a.dtype, 2.0**-24)
         bound = torch.finfo(found.dtype).eps * exact.abs() + (a.shape[1] + len(extra) + 1) * unit * size + 1e-300
         error = (found.double() - exact).abs()
         assert bool((error <= bound).all()), f"largest error {error.max().item():.3g} of {exact.abs().max().item():.3g}"
@@ -142,6 +149,28 @@ class GemmSuite:
                 out = self.empty(m, n, result)
                 self.launch([GemmSegment(a, b, out, bias=has_bias, addends=addends[:count])], k)
                 self.check(out, a, b, ([] if has_bias is None else [has_bias]) + list(addends[:count]))
+
+    @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])  # type: ignore[untyped-decorator]
+    @pytest.mark.parametrize("by_row", [False, True])  # type: ignore[untyped-decorator]
+    def test_scaled_products(self, by_row: bool, dtype: str) -> None:
+        """fp8 operands times their scales, one a tensor or one a row, + bias + addends; rounded once."""
+        kind, n, k = getattr(torch, dtype), 48, 64
+        for out_dtype in (torch.bfloat16, torch.float32):
+            for rows in ((40,), (16, 0, 24)):
+                m = sum(rows)
+                a, b = self.random(m, k, kind, 40), self.random(n, k, kind, 41)
+                scale_a, scale_b = (self.random(1, x if by_row else 1, torch.float32, 42)[0].abs() for x in (m, n))
+                bias, addend = self.random(1, n, out_dtype, 43)[0], self.random(m, n, out_dtype, 44)
+                out, at, segments = self.empty(m, n, out_dtype), 0, []
+                for count in rows:
+                    take = slice(at, at + count)
+                    row = scale_a[take] if by_row else scale_a
+                    made = GemmSegment(a[take], b, out[take], bias, (addend[take],), scale_a=row, scale_b=scale_b)
+                    segments.append(made)
+                    at += count
+                self.launch(segments, k, scales=True)
+                wide = (a.double() * scale_a.double().reshape(-1, 1), b.double() * scale_b.double().reshape(-1, 1))
+                self.check(out, *wide, [bias, addend], unit=2.0**-18)
 
     def test_addends_are_added_in_order(self) -> None:
         """In fp32 the order shows: (3 + 2**25) - 2**25 + 1 is not 4."""

@@ -40,7 +40,16 @@ def _server() -> Any:
     """The context whose server forks ranks; it has the slow imports behind it, and ends with this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch.distributed", "commbackend.testing.harness", "pytest", "commbackend.transports.shm"]
+        [
+            "torch.distributed",
+            "pytest",
+            "commbackend.ops",
+            "commbackend.nn",
+            "commbackend.testing.harness",
+            "commbackend.transports.shm",
+            "commbackend.transports.torch_dist",
+            "commbackend.gemm.torch_mm",
+        ]
     )
     return context
 
