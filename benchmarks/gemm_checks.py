@@ -1,25 +1,26 @@
-"""Checks of the flag kernels on one GPU: they multiply, wait, raise, fail and reduce as promised. ``gemm_flags.py``
-runs them first.
+"""Checks of the flag kernels on one GPU: they multiply, wait, raise, fail and reduce as promised.
 
-Each ``check_*`` function prints one line a promise and adds what is broken to ``FAILED``. Several streams of one GPU
-stand for
-the ranks, so memory order between GPUs is not proven here.
+    PYTHONPATH=. python benchmarks/gemm_checks.py
+
+tests/test_triton_gpu.py runs them as tests. Each ``check_*`` function prints one line a promise and adds what is broken
+to ``FAILED``. Several streams of one GPU stand for the ranks, so memory order between GPUs is not proven here.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from commbackend.contract import POISON, DeviceSlotTable, GemmProblem, GemmSegment, Slot
+from commbackend.contract import POISON, DeviceSlotTable, ExchangeMemory, GemmProblem, GemmSegment, Slot
 from commbackend.errors import CommAborted, CommTimeout
 from commbackend.gemm.torch_mm import TorchMM
 from commbackend.gemm.triton_launch import Runtime
-from commbackend.gemm.triton_reduce import OneShotAllReduce, ReduceKernel
+from commbackend.gemm.triton_reduce import LoadedKernels, OneShot, ReduceKernel
 from commbackend.gemm.triton_tile import TritonTile
 
 START = time.perf_counter()
@@ -370,57 +371,87 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tenso
 
 
 def check_reduce(runtime: Runtime) -> None:
-    """Reduce kernels and the one-shot all-reduce of several ranks on this GPU, one stream a rank."""
-    kernel = ReduceKernel(runtime, torch.bfloat16, 3, norm_cols=1000, residual=True)
+    """Sums, and the one-shot all-reduce of several ranks on this GPU, one stream a rank."""
+    kernel = ReduceKernel(runtime, torch.bfloat16, 3)
     for cols in (1000, 1003, 64):
         parts = [torch.randn(37, cols, device=DEV, dtype=torch.bfloat16) for _ in range(3)]
-        bias, weight = (torch.randn(cols, device=DEV, dtype=torch.bfloat16) for _ in range(2))
-        residual, out = torch.randn(37, cols, device=DEV, dtype=torch.bfloat16), torch.empty_like(parts[0])
-        want = parts[0].float() + parts[1].float() + parts[2].float() + bias.float()
+        bias, out = torch.randn(cols, device=DEV, dtype=torch.bfloat16), torch.empty_like(parts[0])
         kernel(out, parts, bias=bias)
-        plain = torch.equal(out, want.bfloat16())
-        summed = (want + residual.float()).bfloat16()
-        if cols <= 1000:
-            kernel(out, parts, bias=bias, residual=residual, norm_weight=weight)
-            plain = plain and torch.equal(residual, summed) and error_of(out, rms(summed.float(), weight)) < 5e-3
-        expect(f"reduce of 3 partials, {cols} columns", plain)
-    for size in (2, 4):
-        one_shot(runtime, size, torch.bfloat16)
-    one_shot(runtime, 3, torch.float32)
+        want = parts[0].float() + parts[1].float() + parts[2].float() + bias.float()
+        expect(f"reduce of 3 partials, {cols} columns", torch.equal(out, want.bfloat16()))
+    for size, dtype in ((2, torch.bfloat16), (3, torch.float32), (8, torch.float16)):
+        one_shot(runtime, size, dtype)
 
 
-def one_shot(runtime: Runtime, size: int, dtype: torch.dtype, rounds: int = 60) -> None:
-    limits = {"max_rows": 96, "max_cols": 2048}
-    nbytes = OneShotAllReduce.nbytes(dtype, size, **limits)
+def one_shots(runtime: Runtime, size: int, timeout_s: float = 5.0, programs: int = 32) -> list[OneShot]:
+    """The one-shot all-reduces of ``size`` ranks in this process."""
+    slot_nbytes = 40 << 10
+    nbytes, words = OneShot.nbytes(size, programs, slot_nbytes)
     memory = [torch.zeros(nbytes, dtype=torch.uint8, device=DEV) for _ in range(size)]
-    bases = [m.data_ptr() for m in memory]
-    ranks = [
-        OneShotAllReduce(runtime, dtype, bases, r, timeout_s=5.0, norm=True, residual=True, **limits)
-        for r in range(size)
-    ]
+    tables = [torch.zeros(size, words, dtype=torch.int64, device=DEV) for _ in range(size)]
+    data, loaded = tuple(m.data_ptr() for m in memory), LoadedKernels()
+    found = []
+    for r in range(size):
+        raised = tuple(t[r].data_ptr() for t in tables)
+        waited = tuple(tables[r][q].data_ptr() for q in range(size))
+        found.append(
+            OneShot(runtime, ExchangeMemory(r, data, raised, waited, programs, slot_nbytes), timeout_s, loaded)
+        )
+        found[-1].kept = memory, tables  # type: ignore[attr-defined]
+    torch.cuda.synchronize()
+    return found
+
+
+def one_shot(runtime: Runtime, size: int, dtype: torch.dtype, rounds: int = 72) -> None:
+    """Both protocols, in turn and mixed, with and without residual, bias and norm; same bits on all ranks."""
+    ranks, good, protocols = one_shots(runtime, size), True, set()
     streams = [torch.cuda.Stream() for _ in range(size)]
-    good = True
     for i in range(rounds):
-        rows, cols = (1, 96, 7, 64)[i % 4], (2048, 1024, 328)[i % 3]
+        rows, cols = (1, 32, 7, 64, 2)[i % 5], (2048, 1024, 328, 4096)[i % 4]
         xs = [torch.randn(rows, cols, device=DEV).to(dtype) for _ in range(size)]
-        before = torch.randn(rows, cols, device=DEV).to(dtype)
-        residuals = [before.clone() for _ in range(size)]
-        weight = torch.randn(cols, device=DEV).to(dtype)
-        outs = [torch.full_like(x, float("nan")) for x in xs]
+        residual, bias, weight = (torch.randn(*s, device=DEV).to(dtype) for s in ((rows, cols), (cols,), (cols,)))
+        flags = {"bias": i % 3 == 1, "residual": i % 2 == 1, "norm": i % 2 == 1}
         want = sum((x.float() for x in xs[1:]), xs[0].float())
-        summed = (want + before.float()).to(dtype)
+        extra: dict[str, Any] = {"bias": bias} if flags["bias"] else {}
+        if flags["residual"]:
+            want, extra = want + residual.float(), extra | {"residual": residual}
+        want = (want + bias.float() if flags["bias"] else want).to(dtype)
+        outs, normed = ([torch.full_like(x, float("nan")) for x in xs] for _ in range(2))
+        kernels = [r.prepare(dtype, rows, cols, **flags) for r in ranks]
+        protocols.add((kernels[0].choice.few, flags["norm"]))
         torch.cuda.synchronize()
         for r in range(size):
-            extra: dict[str, Any] = {"residual": residuals[r], "norm_weight": weight} if i % 2 else {}
-            ranks[r](outs[r], xs[r], stream=streams[r].cuda_stream, **extra)
+            norm = {"normed": normed[r], "norm_weight": weight, "eps": 1e-6} if flags["norm"] else {}
+            kernels[r](outs[r], xs[r], stream=streams[r].cuda_stream, **extra, **norm)
         torch.cuda.synchronize()
-        if i % 2:
-            good = good and all(error_of(o, rms(summed.float(), weight)) < 5e-3 for o in outs)
-            good = good and all(torch.equal(r, summed) for r in residuals)
-        else:
-            good = good and all(torch.equal(o, want.to(dtype)) for o in outs)
-        good = good and all(torch.equal(o, outs[0]) for o in outs)
-    expect(f"one-shot all-reduce of {size} ranks, {dtype}", good, f"{rounds} rounds")
+        good = good and all(torch.equal(o, want) for o in outs)
+        if flags["norm"]:
+            good = good and error_of(normed[0], rms(want.float(), weight)) < 5e-3
+            good = good and all(torch.equal(n, normed[0]) for n in normed)
+    right = protocols == {(True, False), (False, False), (False, True)}
+    expect(f"one-shot all-reduce of {size} ranks, {dtype}", good and right, f"{rounds} rounds, {protocols}")
+
+
+def check_one_shot_faults() -> None:
+    """A rank that does not come: NaN, a record, an error at the next call, by both protocols; poison likewise."""
+    for rows, few in ((1, True), (64, False)):
+        for what, kind in (("deadline", CommTimeout), ("poison", CommAborted)):
+            runtime = TritonTile().runtime
+            ranks = one_shots(runtime, 2, timeout_s=0.05)
+            kernel = ranks[0].prepare(torch.bfloat16, rows, 4096, bias=False, residual=False, norm=False)
+            x = torch.randn(rows, 4096, device=DEV, dtype=torch.bfloat16)
+            out = torch.zeros_like(x)
+            if what == "poison":
+                ranks[0].kept[1][0].fill_(POISON)  # type: ignore[attr-defined]
+            kernel(out, x)
+            torch.cuda.synchronize()
+            spoiled, raised = bool(out.isnan().all()), None
+            try:
+                kernel(out, x)
+            except (CommTimeout, CommAborted) as e:
+                raised = e
+            right = kernel.choice.few is few and spoiled and type(raised) is kind
+            expect(f"one-shot fault: {what}, {'low latency' if few else 'flags'}", right, f"{spoiled} {raised}")
 
 
 def problems() -> list[GemmProblem]:
@@ -442,5 +473,12 @@ def checks(calls: int) -> None:
     check_faults()
     check_steady(provider, calls)
     check_reduce(provider.runtime)
+    check_one_shot_faults()
     provider.check()
     say(f"{provider.compilations} kernels compiled")
+
+
+if __name__ == "__main__":
+    checks(10_000)
+    say(f"{len(FAILED)} failed: {FAILED}" if FAILED else "all checks passed")
+    sys.exit(bool(FAILED))

@@ -30,9 +30,12 @@ _HOME = {
     "barrier": "ops",
     "column_parallel_linear": "ops",
     "explain": "communicator",
+    "full_state_dict": "integrations.module",
     "init": "communicator",
     "matmul_all_reduce": "ops",
     "matmul_reduce_scatter": "ops",
+    "name_layers": "layer_names",
+    "parallelize": "integrations.module",
     "reduce_scatter": "ops",
     "stats": "communicator",
 }
@@ -57,6 +60,9 @@ if TYPE_CHECKING:
     from .errors import Unavailable as Unavailable
     from .errors import Unsupported as Unsupported
     from .errors import UnsupportedDtype as UnsupportedDtype
+    from .integrations.module import full_state_dict as full_state_dict
+    from .integrations.module import parallelize as parallelize
+    from .layer_names import name_layers as name_layers
     from .ops import all_gather as all_gather
     from .ops import all_gather_matmul as all_gather_matmul
     from .ops import all_reduce as all_reduce

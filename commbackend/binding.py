@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .contract import GemmProblem, GemmSegment, OneSided, Slot, Window
 from .errors import PlanError
+from .exchange import aligned as aligned_rows
 from .lanes import BoundStep
 from .plan import (
     CREDIT,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from .engine import Call, Engine
 
-__all__ = ["ALIGN", "Binder", "Bound", "aligned"]
+__all__ = ["ALIGN", "Binder", "Bound", "aligned", "alike", "geometry"]
 
 ALIGN = 256
 Getter = Callable[["Call"], "Tensor"]
@@ -50,6 +51,22 @@ class Bound:
     lanes: int
     outputs: tuple[str, ...]
     inputs: tuple[str, ...]
+    #: Lanes whose last step no step of lane 0 waits for.
+    loose: tuple[int, ...] = ()
+    #: What fills an output with NaN after a fault: made at the first call, by what the output looks like.
+    guards: dict[Any, Callable[[int, int], None]] = field(default_factory=dict)
+    #: Whether the call counts where slots and halves of the heap are concerned.
+    counted: bool = True
+    #: The steps' labels as the flight record keeps them; it makes them at the first call.
+    labels: bytes = b""
+
+    def __post_init__(self) -> None:
+        for number, step in enumerate(self.steps, 1):
+            step.number = number
+        self.counted = self.program.counted
+        last = {s.lane: s for s in self.steps}
+        joined = {id(a) for s in self.steps if s.lane == 0 for a in s.after}
+        self.loose = tuple(lane for lane in range(1, self.lanes) if lane not in last or id(last[lane]) not in joined)
 
 
 class Binder:
@@ -67,14 +84,17 @@ class Binder:
                     self._offsets[b.name] = at
                     at += aligned(b)
         self._windows: dict[Region, tuple[Window, Window]] = {}
+        #: Whether the step that is being bound runs on torch's current stream.
+        self._on_current = False
 
     def bound(self) -> Bound:
         program = self._program
         steps = []
         for i, step in enumerate(program.steps):
             try:
-                on_current = isinstance(step, Copy | Gemm | Reduce)
-                steps.append(BoundStep(self._label(step), step.lane, self._bind(step), on_current=on_current))
+                self._on_current = False
+                run = self._bind(step)
+                steps.append(BoundStep(self._label(step), step.lane, run, on_current=self._on_current))
             except (KeyError, AttributeError) as e:
                 raise PlanError(
                     f"step {i} of rank {program.rank} ({type(step).__name__}): {type(e).__name__}: {e}"
@@ -84,7 +104,7 @@ class Binder:
                 if steps[j].lane != bound.lane:
                     bound.after.append(steps[j])
                     if steps[j].done is None:
-                        steps[j].done = self._engine._lanes.gate()
+                        steps[j].done = self._engine.lanes.gate()
         lanes = 1 + max((s.lane for s in program.steps), default=0)
         names = {space: tuple(b.name for b in program.buffers if b.space == space) for space in ("input", "output")}
         return Bound(program, tuple(steps), lanes, names["output"], names["input"])
@@ -110,7 +130,7 @@ class Binder:
         raise PlanError(f"unknown step {step!r}")
 
     def _put(self, step: Put) -> Callable[[Call], None]:
-        there, here = _alike(step.dst, step.src)
+        there, here = alike(step.dst, step.src)
         put, windows, src = self._one_sided().put, self._window(there), self._getter(here)
         table, peer, word, lane = self._table(), step.peer, step.slot, step.lane
 
@@ -120,7 +140,7 @@ class Binder:
         return run
 
     def _get(self, step: Get) -> Callable[[Call], None]:
-        there, here = _alike(step.src, step.dst)
+        there, here = alike(step.src, step.dst)
         get, windows, dst = self._one_sided().get, self._window(there), self._getter(here)
         peer, lane = step.peer, step.lane
 
@@ -153,10 +173,11 @@ class Binder:
                 slot = Slot(table, word, call.seq + delta)
                 wait(peer, slot, deadline=call.deadline, stream=call.streams[lane])
 
-        return run
+        return run if self._engine.meter is None else self._engine.meter.waits(peer, run)
 
     def _copy(self, step: Copy) -> Callable[[Call], None]:
-        src, dst = map(self._getter, _alike(step.src, step.dst))
+        src, dst = map(self._getter, alike(step.src, step.dst))
+        self._on_current = True
 
         def run(call: Call) -> None:
             dst(call).copy_(src(call))
@@ -169,7 +190,8 @@ class Binder:
             a, b, out = self._getter(s.a), self._getter(s.b), self._getter(s.out)
             bias = self._getter(s.bias) if s.bias is not None else None
             addends = tuple(self._getter(r) for r in s.addends)
-            makers.append((a, b, out, bias, addends, s.ready, s.done))
+            scales = tuple(None if r is None else self._getter(r) for r in (s.scale_a, s.scale_b))
+            makers.append((a, b, out, bias, addends, s.ready, s.done, scales))
             rows, k = (self._cols(s.a), s.a.rows) if step.form == "tn" else (s.a.rows, self._cols(s.a))
             shapes.append((rows, self._cols(s.out), k))
         first = step.segments[0]
@@ -183,15 +205,25 @@ class Binder:
             polls=any(s.ready or s.done for s in step.segments),
             bias=any(s.bias is not None for s in step.segments),
             addends=any(s.addends for s in step.segments),
+            scales=first.scale_a is not None,
         )
-        kernel, table = self._engine.kernel(problem), self._engine._slots
+        kernel: Callable[..., None] = self._engine.kernel(problem)
+        table: Any = self._engine._slots
+        if self._engine.meter is not None:
+            kernel = self._engine.meter.products(kernel)
         epoch, sm_limit = self._engine.epoch, self._engine.sm_limit
         # Providers know one convention, out = a @ b.T: other forms are transposed views.
-        turn_a, turn_b = step.form == "tn", step.form != "nt"
+        turn_a, turn_b, lane = step.form == "tn", step.form != "nt", step.lane
+        # Kernels that poll are launched on a stream; libraries multiply on torch's current one.
+        polls = problem.polls
+        self._on_current = not polls
+
+        def words(pairs: Sequence[tuple[int, int]], call: Call) -> tuple[tuple[int, Slot], ...]:
+            return tuple((peer, Slot(table, word, call.seq)) for peer, word in pairs) if pairs else ()
 
         def run(call: Call) -> None:
             segments = []
-            for a, b, out, bias, addends, ready, done in makers:
+            for a, b, out, bias, addends, ready, done, (scale_a, scale_b) in makers:
                 ta, tb = a(call), b(call)
                 segments.append(
                     GemmSegment(
@@ -199,53 +231,94 @@ class Binder:
                         tb.t() if turn_b else tb,
                         out(call),
                         bias(call)[0] if bias is not None else None,
-                        tuple(g(call) for g in addends),
-                        tuple((w, Slot(table, word, call.seq)) for w, word in ready) if table is not None else (),
-                        tuple((p, Slot(table, word, call.seq)) for p, word in done) if table is not None else (),
+                        tuple(g(call) for g in addends) if addends else (),
+                        words(ready, call),
+                        words(done, call),
+                        scale_a(call)[0] if scale_a is not None else None,
+                        scale_b(call)[0] if scale_b is not None else None,
                     )
                 )
-            kernel(segments, sm_limit=sm_limit, epoch=epoch)
+            kernel(segments, stream=call.streams[lane] if polls else None, sm_limit=sm_limit, epoch=epoch)
 
         return run
 
     def _reduce(self, step: Reduce) -> Callable[[Call], None]:
-        regions = _alike(step.dst, *step.srcs)
+        regions = alike(step.dst, *step.srcs)
         dst, *srcs = map(self._getter, regions)
         bias = self._getter(step.bias) if step.bias is not None else None
         kernel = self._engine.sum_kernel(self._dtypes[step.dst.buf], len(srcs))
         if kernel is not None and regions[0].blocks == 1:
-            fused = kernel
+            fused, lane = kernel, step.lane
 
             def launch(call: Call) -> None:
                 row = bias(call)[0] if bias is not None else None
-                fused(dst(call), [s(call) for s in srcs], bias=row)
+                fused(dst(call), [s(call) for s in srcs], bias=row, stream=call.streams[lane])
 
             return launch
+        self._on_current = True
 
         def run(call: Call) -> None:
             reduce_into(dst(call), [s(call) for s in srcs], bias(call)[0] if bias is not None else None)
 
         return run
 
+    def _one_shot(self, step: Collective) -> Callable[[Call], None]:
+        x, *residual = map(self._getter, step.srcs)
+        out, *normed = map(self._getter, step.dsts)
+        bias, weight = ([] if r is None else [self._getter(r)] for r in (step.bias, step.weight))
+        dtype, region = self._dtypes[step.dsts[0].buf], step.dsts[0]
+        kernel = self._engine.exchanger.prepare(
+            dtype, region.rows, self._cols(region), bias=bool(bias), residual=bool(residual), norm=bool(weight)
+        )
+        eps, lane = step.eps, step.lane
+
+        def run(call: Call) -> None:
+            kernel(
+                out(call),
+                aligned_rows(x(call)),
+                bias=aligned_rows(bias[0](call))[0] if bias else None,
+                residual=aligned_rows(residual[0](call)) if residual else None,
+                normed=normed[0](call) if normed else None,
+                norm_weight=aligned_rows(weight[0](call))[0] if weight else None,
+                eps=eps,
+                stream=call.streams[lane],
+            )
+
+        return run
+
     def _collective_step(self, step: Collective) -> Callable[[Call], None]:
-        role = self._engine._collective
+        if step.kind == "one_shot":
+            return self._one_shot(step)
+        transport = self._engine.transport
+        role = transport.between if step.between else self._engine._collective
         if role is None:
-            raise PlanError(f"transport {self._engine.transport.name!r} has no collectives")
+            lacks = "level between hosts" if step.between else "collectives"
+            raise PlanError(f"transport {transport.name!r} has no {lacks}")
         if step.slots:
             raise PlanError("local slots after a collective need a stream-ordered transport")
-        alike = [self._getter(r) for r in _alike(*step.srcs, *step.dsts)]
-        srcs, dsts = alike[: len(step.srcs)], alike[len(step.srcs) :]
-        peers = [p for p in range(self._engine.size) if p != self._engine.rank]
+        both = [self._getter(r) for r in alike(*step.srcs, *step.dsts)]
+        srcs, dsts = both[: len(step.srcs)], both[len(step.srcs) :]
+        # Whom this rank's collective meets; with two levels the others have been compared on their hosts.
+        hosts = transport.caps.hosts
+        here = hosts[self._engine.rank] if step.between else None
+        peers = [p for p in transport.partners if here is None or hosts[p] != here]
+        lane = step.lane
         verb: Callable[[Call], None]
         match step.kind:
             case "all_gather":
-                verb = lambda c: role.all_gather([d(c) for d in dsts], srcs[0](c))  # noqa: E731
+                verb = lambda c: role.all_gather([d(c) for d in dsts], srcs[0](c), stream=c.streams[lane])  # noqa: E731
             case "all_to_all":
-                verb = lambda c: role.all_to_all([d(c) for d in dsts], [s(c) for s in srcs])  # noqa: E731
+                verb = lambda c: role.all_to_all(  # noqa: E731
+                    [d(c) for d in dsts], [s(c) for s in srcs], stream=c.streams[lane]
+                )
             case "reduce_scatter":
-                verb = lambda c: role.reduce_scatter(dsts[0](c), [s(c) for s in srcs], op=step.op)  # noqa: E731
+                verb = lambda c: role.reduce_scatter(  # noqa: E731
+                    dsts[0](c), [s(c) for s in srcs], op=step.op, stream=c.streams[lane]
+                )
             case "all_reduce":
-                verb = lambda c: role.all_reduce(dsts[0](c), srcs[0](c), op=step.op)  # noqa: E731
+                verb = lambda c: role.all_reduce(  # noqa: E731
+                    dsts[0](c), srcs[0](c), op=step.op, stream=c.streams[lane]
+                )
             case _:
                 raise PlanError(f"unknown collective {step.kind!r}")
 
@@ -294,7 +367,7 @@ class Binder:
             if buffer.space != "heap" or heap is None:
                 raise PlanError(f"{region.buf!r} is not in the heap")
             dtype = self._dtypes[buffer.name]
-            shape, stride, first = _geometry(region, buffer, buffer.cols, 1)
+            shape, stride, first = geometry(region, buffer, buffer.cols, 1)
             offset = self._offsets[buffer.name] + first * dtype.itemsize
             second = offset + (self._engine.half_nbytes if self._engine.halves == 2 else 0)
             found = (heap.window(offset, shape, dtype, stride), heap.window(second, shape, dtype, stride))
@@ -333,14 +406,14 @@ class Binder:
             case Reduce():
                 return f"reduce {step.dst.buf}[{step.dst.row}:{step.dst.row + step.dst.rows}]"
             case Collective():
-                return f"{step.kind} {step.srcs[0].buf if step.srcs else ''}"
+                return f"{step.kind}{' between hosts' * step.between} {step.srcs[0].buf if step.srcs else ''}"
 
 
 def aligned(buffer: Buffer) -> int:
     return -(-buffer.nbytes // ALIGN) * ALIGN
 
 
-def _alike(*regions: Region) -> tuple[Region, ...]:
+def alike(*regions: Region) -> tuple[Region, ...]:
     """The same regions, all cut into as many blocks: consecutive rows are ``blocks`` blocks that touch."""
     blocks = max((r.blocks for r in regions), default=1)
     if blocks == 1:
@@ -360,7 +433,7 @@ def _whole(region: Region, buffer: Buffer) -> bool:
     return full and region.cols in (-1, buffer.cols)
 
 
-def _geometry(
+def geometry(
     region: Region, buffer: Buffer, row_stride: int, col_stride: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Shape, strides and first element of a region in a buffer with these strides (in elements)."""
@@ -374,5 +447,5 @@ def _geometry(
 def _view(tensor: Tensor, region: Region, buffer: Buffer) -> Tensor:
     if _whole(region, buffer):
         return tensor
-    shape, stride, first = _geometry(region, buffer, tensor.stride(0), tensor.stride(1))
+    shape, stride, first = geometry(region, buffer, tensor.stride(0), tensor.stride(1))
     return tensor.as_strided(shape, stride, tensor.storage_offset() + first)

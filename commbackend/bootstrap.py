@@ -12,12 +12,14 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import ipaddress
 import logging
 import os
 import secrets
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -62,15 +64,27 @@ def launcher_store(launch: Launch, timeout_s: float) -> tuple[Store, Closer | No
     if launch.dialect in ("torchrun", "env") or (launch.address and not launch.one_host):
         return _tcp_store(launch, timeout_s)
     if not launch.one_host or not launch.job:
+        world = _mpi_world(launch)
+        if world is not None:
+            return mpi_store(world, timeout_s)
         raise ConfigError(
             f"{launch.describe()} spans hosts and says no place to meet: set MASTER_ADDR and MASTER_PORT to a free port"
-            " of rank 0's host, or pass an mpi4py communicator as group="
+            " of rank 0's host, or import mpi4py.MPI before, or pass an mpi4py communicator as group="
         )
     uid = os.getuid()
     key = hashlib.sha256(f"{launch.dialect}/{launch.job}/{launch.size}".encode()).hexdigest()[:16]
     meeting = _Meeting(Path(tempfile.gettempdir()) / f"commbackend-{uid}-{key}", _opened)
     path = meeting.open() if launch.rank == 0 else meeting.find(time.monotonic() + timeout_s, launch, timeout_s)
     return c10d.FileStore(str(path), launch.size), lambda healthy: meeting.close()
+
+
+def _mpi_world(launch: Launch) -> Any:
+    """Return MPI's world if the application has imported mpi4py and its ranks are the launcher's, else None."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return None
+    world = mpi.COMM_WORLD
+    return world if (world.Get_rank(), world.Get_size()) == (launch.rank, launch.size) else None
 
 
 def _farewell(store: Store, rank: int, size: int) -> Closer:
@@ -286,9 +300,38 @@ def _tcp_store(launch: Launch, timeout_s: float) -> tuple[Store, Closer | None]:
     # One host: never listen beyond loopback, whatever name MASTER_ADDR gives this host.
     host = _LOOPBACK if launch.one_host and not launch.agent_store else launch.address
     serves = launch.rank == 0 and not launch.agent_store
-    base = _served(host, launch.port, timeout_s) if serves else _dial(host, launch.port, timeout_s, launch.rank)
+    if not launch.one_host and not launch.agent_store:
+        host = _known_outside(host)
+    try:
+        base = _served(host, launch.port, timeout_s) if serves else _dial(host, launch.port, timeout_s, launch.rank)
+    except CommTimeout as e:
+        if not launch.one_host or launch.address == host:
+            raise
+        said = f"the launcher says that all {launch.size} ranks share this host (LOCAL_WORLD_SIZE); if not, correct it"
+        raise CommTimeout(f"{e}; {said}", rank=0, op="init") from e
     store = c10d.PrefixStore(f"commbackend/{launch.job}/{_opened}", base)
     return store, None if launch.agent_store else _farewell(store, launch.rank, launch.size)
+
+
+def _known_outside(host: str) -> str:
+    """Return ``host``, or this host's other address where its name means loopback here, as distributions like to have
+    it. Whoever says localhost or 127.0.0.1 means it. Raises ConfigError if there is not exactly one address.
+    """
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return host  # who listens or dials there says so
+    meant = host == "localhost" or host in found
+    if meant or not all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in found):
+        return host
+    others = addresses()
+    if len(others) == 1:
+        return next(iter(others.values()))
+    listed = ", ".join(f"{address} ({name})" for name, address in others.items()) or "none"
+    raise ConfigError(
+        f"MASTER_ADDR = {host!r} is loopback on its own host, where ranks of other hosts cannot come; set it to one of"
+        f" its addresses: {listed}"
+    )
 
 
 # Kept as long as the process: a peer that opens its next group may be faster than the close of the last one here.

@@ -9,11 +9,15 @@
   the next begins. Slots only grow, so a set of programs that ends in one interleaving ends in all of them, and one that
   ends in this model ends in every freer one; one run decides for every skew of ranks. A plan that declares that it
   needs a queue for every lane is proved in that model instead, and refused where queues are shared;
+* with two levels, that words and memory of other hosts are never touched, and that the ranks of one number on all hosts
+  come to the same collectives in the same order;
 * no races: two accesses to the same rows of one rank's buffer, one of them a write, are ordered by lanes, ``after`` and
   slots; nothing is read before it was written; every row of every output is written exactly once;
 * reuse of a heap half: a call's writes are ordered after everything two calls before did there, for every pair of the
   given plans. Nothing is assumed of the call between them: it may be any third plan, and ranks may be skewed by it.
   Every call is proved by itself and ends with credits, so pairs two calls apart are all that a longer sequence adds.
+
+Ranks of one class can be proved by one program: ``check_symmetric``.
 
 Order is followed with vector clocks, one component a lane of a rank; buffers are swept by rows, so that the cost grows
 with the number of steps, not with its square.
@@ -46,7 +50,7 @@ from .plan import (
 )
 from .structure import Structure
 
-__all__ = ["check"]
+__all__ = ["Access", "Event", "check", "sweep"]
 
 
 def check(plans: Sequence[Plan], *, caps: PlanCaps | None = None, free_queues: bool | None = None) -> None:
@@ -74,6 +78,8 @@ def _reuse(earlier: _Call, later: _Call) -> None:
     """``later`` runs two calls after ``earlier`` in the same heap half."""
     if earlier.plan.size != later.plan.size:
         raise PlanError(f"plans of {earlier.plan.size} and {later.plan.size} ranks cannot share a heap")
+    if not (earlier.counted and later.counted):
+        return
     if earlier.credits != later.credits:
         silent, other = (later, earlier) if earlier.credits else (earlier, later)
         raise PlanError(f"{silent.plan.op} raises no credits, but {other.plan.op} on the same heap waits for them")
@@ -93,7 +99,7 @@ def _ranks(mask: int) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class _Event:
+class Event:
     """A step, or a segment of one, with what had happened before it.
 
     ``clock[t] >= n``: the n-th step of thread t had completed. ``known``: bits of ranks that had finished the call two
@@ -109,11 +115,19 @@ class _Event:
     clock: list[int]
     known: int
 
-    def after(self, other: _Event) -> bool:
+    def after(self, other: Event) -> bool:
         """Whether ``other`` had completed before this began."""
         if self.thread == other.thread:
             return other.pos < self.pos
         return self.clock[other.thread] >= other.pos
+
+    def join(self, other: Event) -> None:
+        """``other`` completed before this begins."""
+        self.known |= other.known
+        if not self.after(other):
+            clock = list(map(max, self.clock, other.clock))
+            clock[other.thread] = other.pos
+            self.clock = clock
 
     def fail(self, text: str) -> NoReturn:
         raise PlanError(f"{self.op}: rank {self.rank}, step {self.step} ({type(self.what).__name__}): {text}")
@@ -128,20 +142,21 @@ class _Lane:
 
 
 @dataclass(slots=True, eq=False)
-class _Access:
+class Access:
     """One rectangle of one buffer that an event reads or writes."""
 
     region: Region
     cols: tuple[int, int]
     write: bool
-    event: _Event
+    event: Event
     sums: bool = False  # a write that adds to what the same segment reads there
 
 
 @dataclass(slots=True)
 class _Meeting:
-    """A collective that ranks have arrived at."""
+    """A collective that ranks have arrived at: who takes part, in the order of its regions, and their steps."""
 
+    members: tuple[int, ...]
     steps: dict[int, tuple[int, Collective]] = field(default_factory=dict)
 
 
@@ -149,6 +164,7 @@ class _Call:
     """One plan, proved by itself; keeps what the proof of its neighbours needs.
 
     Attributes:
+        counted: Whether it uses the heap or words, as the calls do that take halves of the heap in turn.
         credits: Whether ranks tell each other that they have finished.
         finishers: owner -> {ranks one of whose credits covers an access to the owner's half: such an access}.
         knowing: owner -> {ranks known to have finished two calls before: a write to the owner's half}.
@@ -162,23 +178,28 @@ class _Call:
         steps = [s for p in plan.programs for s in p.steps]
         heap = any(b.space == "heap" for p in plan.programs for b in p.buffers)
         one_sided = heap or any(isinstance(s, Put | Get | Signal | Wait) for s in steps)
-        self.credits = plan.size > 1 and (one_sided if caps is None else caps.one_sided)
-        self.finishers: dict[int, dict[int, _Event]] = defaultdict(dict)
-        self.knowing: dict[int, dict[int, _Event]] = defaultdict(dict)
+        self.counted = any(p.counted for p in plan.programs)
+        self.credits = plan.size > 1 and self.counted and (one_sided if caps is None else caps.one_sided)
+        self.finishers: dict[int, dict[int, Event]] = defaultdict(dict)
+        self.knowing: dict[int, dict[int, Event]] = defaultdict(dict)
         order = _Order(plan, free_queues)
         order.run()
         for (owner, name), accesses in order.accesses.items():
-            _sweep(owner, order.buffers[owner][name], accesses)
+            sweep(owner, order.buffers[owner][name], accesses)
         self._written(order)
         if self.credits:
             self._credited(order)
         self._summarise(order)
 
     def _credited(self, order: _Order) -> None:
-        """Every rank tells every peer once that it has finished, after its every other step."""
+        """Every rank tells every peer (with two levels: on its host) once that it has finished, after its every other
+        step.
+        """
         for program in self.plan.programs:
             told = order.credits[program.rank]
-            missing = set(range(self.plan.size)) - {program.rank} - told.keys()
+            hosts = self.plan.meta.get("hosts")
+            near = {r for r in range(self.plan.size) if not hosts or hosts[r] == hosts[program.rank]}
+            missing = near - {program.rank} - told.keys()
             if missing:
                 raise PlanError(
                     f"{self.plan.op}: rank {program.rank} raises no credit at rank {min(missing)}, "
@@ -198,7 +219,7 @@ class _Call:
 
     def _summarise(self, order: _Order) -> None:
         # Of the credits a lane raises, the first covers the least.
-        first: list[dict[int, _Event]] = [{} for _ in order.credits]
+        first: list[dict[int, Event]] = [{} for _ in order.credits]
         for told, least in zip(order.credits, first, strict=True):
             for event in told.values():
                 least.setdefault(event.thread, event)
@@ -212,6 +233,12 @@ class _Call:
                 self.finishers[owner].setdefault(finishers, a.event)
                 if a.write:
                     self.knowing[owner].setdefault(a.event.known, a.event)
+
+
+def _twins(hosts: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The ranks with ``rank``'s number on their hosts, host by host."""
+    numbers = [list(hosts[:r]).count(h) for r, h in enumerate(hosts)]
+    return tuple(sorted((r for r in range(len(hosts)) if numbers[r] == numbers[rank]), key=lambda r: hosts[r]))
 
 
 def _queues(program: Program, free: bool) -> list[deque[int]]:
@@ -230,10 +257,10 @@ class _Order:
         #: Of every rank, the steps each queue still has to run.
         self._queues = [_queues(p, free_queues) for p in plan.programs]
         self.buffers = [{b.name: b for b in p.buffers} for p in plan.programs]
-        self.accesses: dict[tuple[int, str], list[_Access]] = defaultdict(list)
-        self.credits: list[dict[int, _Event]] = [{} for _ in range(self.size)]
+        self.accesses: dict[tuple[int, str], list[Access]] = defaultdict(list)
+        self.credits: list[dict[int, Event]] = [{} for _ in range(self.size)]
         #: The last step of every lane that is not a credit.
-        self.last: list[dict[int, _Event]] = [{} for _ in range(self.size)]
+        self.last: list[dict[int, Event]] = [{} for _ in range(self.size)]
         self.lanes: list[dict[int, _Lane]] = []
         threads = sum(len({s.lane for s in p.steps}) for p in plan.programs)
         # A segment that raises words of its own is a thread of its own: its kernel orders it with no other segment.
@@ -247,15 +274,16 @@ class _Order:
                 lanes[lane] = _Lane(thread, start, 1 << rank)
                 thread += 1
             self.lanes.append(lanes)
-        self._events: list[dict[int, _Event]] = [{} for _ in range(self.size)]
-        self._segments: dict[tuple[int, int], list[_Event]] = defaultdict(list)
-        self._raised: dict[tuple[int, int, int], _Event] = {}
-        self._met: dict[tuple[int, int, int], _Event] = {}
+        self._events: list[dict[int, Event]] = [{} for _ in range(self.size)]
+        self._segments: dict[tuple[int, int], list[Event]] = defaultdict(list)
+        self._raised: dict[tuple[int, int, int], Event] = {}
+        self._met: dict[tuple[int, int, int], Event] = {}
         self._polled: set[tuple[int, int, int]] = set()
         #: Word that is not up yet -> (rank, step) that waits for it.
         self._blocked: dict[tuple[int, int, int], tuple[int, int]] = {}
-        self._meetings: dict[int, _Meeting] = defaultdict(_Meeting)
-        self._attended = [0] * self.size
+        #: (ranks that take part, number of the collective among those of these ranks) -> who has come.
+        self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self._attended: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
         self._ready = list(range(self.size))
 
     def run(self) -> None:
@@ -299,9 +327,9 @@ class _Order:
         if any(j not in events for j in step.after):
             return False
         lane = self.lanes[rank][step.lane]
-        event = _Event(self.plan.op, rank, i, step, lane.thread, lane.pos + 1, lane.clock, lane.known)
+        event = Event(self.plan.op, rank, i, step, lane.thread, lane.pos + 1, lane.clock, lane.known)
         for j in step.after:
-            self._join(event, events[j])
+            event.join(events[j])
         if not self._perform(event):
             return False
         events[i] = event
@@ -310,16 +338,7 @@ class _Order:
             self.last[rank][lane.thread] = event
         return True
 
-    @staticmethod
-    def _join(event: _Event, other: _Event) -> None:
-        """``other`` completed before ``event`` begins."""
-        event.known |= other.known
-        if not event.after(other):
-            clock = list(map(max, event.clock, other.clock))
-            clock[other.thread] = other.pos
-            event.clock = clock
-
-    def _perform(self, event: _Event) -> bool:
+    def _perform(self, event: Event) -> bool:
         """Do what the step does to slots and memory; False if it has to wait."""
         step = event.what
         match step:
@@ -347,7 +366,7 @@ class _Order:
                 self._touch(event, step.dst, True)
         return True
 
-    def _meet(self, event: _Event, writer: int, word: int, *, polls: bool) -> bool:
+    def _meet(self, event: Event, writer: int, word: int, *, polls: bool) -> bool:
         key = (event.rank, writer, word)
         raised = self._raised.get(key)
         if raised is None:
@@ -357,10 +376,10 @@ class _Order:
             self._polled.add(key)
         elif self._met.setdefault(key, event) is not event:
             event.fail(f"waits for word {word} of rank {writer}, as step {self._met[key].step} did")
-        self._join(event, raised)
+        event.join(raised)
         return True
 
-    def _raise(self, event: _Event, at: int, word: int) -> None:
+    def _raise(self, event: Event, at: int, word: int) -> None:
         if word == CREDIT:
             if at in self.credits[event.rank]:
                 event.fail(f"raises the credit at rank {at} a second time")
@@ -373,12 +392,12 @@ class _Order:
         if (waiter := self._blocked.pop(key, None)) is not None:
             self._ready.append(waiter[0])
 
-    def _gemm(self, event: _Event, step: Gemm) -> bool:
+    def _gemm(self, event: Event, step: Gemm) -> bool:
         """Segments begin in order; each sees what its own ready words tell, and none sees another's result."""
         done = self._segments[event.rank, event.step]
         while len(done) < len(step.segments):
             segment = step.segments[len(done)]
-            part = _Event(event.op, event.rank, event.step, step, event.thread, event.pos, event.clock, event.known)
+            part = Event(event.op, event.rank, event.step, step, event.thread, event.pos, event.clock, event.known)
             if segment.done:
                 part.thread, part.pos = self._private, 1
             if not all(self._meet(part, writer, word, polls=True) for writer, word in segment.ready):
@@ -399,17 +418,21 @@ class _Order:
         done.clear()
         return True
 
-    def _collective(self, event: _Event, step: Collective) -> bool:
-        """All ranks come to the same one; its completion tells nothing about other memory, so no clock is joined."""
-        meeting = self._meetings[self._attended[event.rank]]
+    def _collective(self, event: Event, step: Collective) -> bool:
+        """All ranks, or all of one number on their hosts, come to the same one; its completion tells nothing about
+        other memory, so no clock is joined.
+        """
+        members = _twins(self.plan.meta["hosts"], event.rank) if step.between else tuple(range(self.size))
+        number = self._attended[event.rank, members]
+        meeting = self._meetings.setdefault((members, number), _Meeting(members))
         if event.rank not in meeting.steps:
             meeting.steps[event.rank] = (event.step, step)
-            if len(meeting.steps) == self.size:
+            if len(meeting.steps) == len(members):
                 self._agree(meeting)
                 self._ready += [r for r in meeting.steps if r != event.rank]
-        if len(meeting.steps) < self.size:
+        if len(meeting.steps) < len(members):
             return False
-        self._attended[event.rank] += 1
+        self._attended[event.rank, members] += 1
         for src in step.srcs:
             self._touch(event, src, False)
         for dst in step.dsts:
@@ -420,19 +443,21 @@ class _Order:
 
     def _agree(self, meeting: _Meeting) -> None:
         """All ranks run the same collective, and what one sends is what the other expects."""
-        for r, (i, step) in meeting.steps.items():
-            for p, (j, other) in meeting.steps.items():
+        for at, r in enumerate(meeting.members):
+            i, step = meeting.steps[r]
+            for to, p in enumerate(meeting.members):
+                j, other = meeting.steps[p]
                 if (step.kind, step.op) != (other.kind, other.op):
                     raise PlanError(
                         f"{self.plan.op}: rank {r}, step {i} is {step.kind}, but rank {p}, step {j} is {other.kind}"
                     )
                 match step.kind:
                     case "all_gather":
-                        src, dst = step.srcs[0], other.dsts[r]
+                        src, dst = step.srcs[0], other.dsts[at]
                     case "all_to_all":
-                        src, dst = step.srcs[p], other.dsts[r]
+                        src, dst = step.srcs[to], other.dsts[at]
                     case "reduce_scatter":
-                        src, dst = step.srcs[p], other.dsts[0]
+                        src, dst = step.srcs[to], other.dsts[0]
                     case _:
                         src, dst = step.srcs[0], other.dsts[0]
                 if src.blocks * src.rows != dst.blocks * dst.rows:
@@ -440,17 +465,17 @@ class _Order:
                         f"{self.plan.op}: rank {r}, step {i} ({step.kind}) sends {src} to rank {p}, which expects {dst}"
                     )
 
-    def _touch(self, event: _Event, region: Region, write: bool, *, sums: bool = False) -> None:
+    def _touch(self, event: Event, region: Region, write: bool, *, sums: bool = False) -> None:
         buffer = self.buffers[event.rank][region.buf]
         if buffer.space == "input" or not region.rows * region.blocks:
             return
         end = buffer.cols if region.cols < 0 else region.col + region.cols
         if end > region.col:
             owner = region.at if region.at >= 0 else event.rank
-            self.accesses[owner, region.buf].append(_Access(region, (region.col, end), write, event, sums))
+            self.accesses[owner, region.buf].append(Access(region, (region.col, end), write, event, sums))
 
 
-def _sweep(owner: int, buffer: Buffer, accesses: Sequence[_Access]) -> None:
+def sweep(owner: int, buffer: Buffer, accesses: Sequence[Access]) -> None:
     """Prove the accesses to one buffer, given in an order in which they may happen, free of races."""
     rows = {0, buffer.rows}
     cols = {0, buffer.cols}
@@ -460,8 +485,8 @@ def _sweep(owner: int, buffer: Buffer, accesses: Sequence[_Access]) -> None:
             rows.update((first, last))
     row_at, col_at = ({x: i for i, x in enumerate(sorted(s))} for s in (rows, cols))
     width = len(cols) - 1
-    written: list[_Access | None] = [None] * ((len(rows) - 1) * width)
-    readers: list[list[_Access]] = [[] for _ in written]
+    written: list[Access | None] = [None] * ((len(rows) - 1) * width)
+    readers: list[list[Access]] = [[] for _ in written]
     for a in accesses:
         left, right = col_at[a.cols[0]], col_at[a.cols[1]]
         for first, last in _bands(a.region):
@@ -485,7 +510,7 @@ def _sweep(owner: int, buffer: Buffer, accesses: Sequence[_Access]) -> None:
         raise PlanError(f"{accesses[0].event.op}: rank {owner}: row {row} of output {buffer.name!r} is never written")
 
 
-def _ordered(owner: int, first: _Access, second: _Access) -> None:
+def _ordered(owner: int, first: Access, second: Access) -> None:
     """``first`` has completed before ``second`` begins, or both are one segment that adds in place."""
     if second.event is first.event:
         if second.sums and first.region == second.region:

@@ -8,31 +8,40 @@ import difflib
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from . import registry, schedules
+from . import choices, names, registry, schedules
 from .binding import Bound
+from .chooser import Chooser
 from .config import Config, resolve
 from .contract import GemmProvider
 from .engine import Engine
 from .errors import CommAborted, ConcurrentUse, ConfigError, ShapeError, Unavailable, Unsupported
+from .exchange import exchanges
+from .explaining import costs_of, explain_call, problem_of, topology_of
+from .flight import Flight, on_signal
 from .graphs import GraphEngine
 from .group import Group, process_group_of, resolve_group
+from .metrics import Meter, metrics
 from .plan import Knobs, Problem
 from .record import describe, sizes
 from .select import Choice, connect
 from .stock import Stock
+from .trace import PHASE_LANE, call_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .contract import Caps
     from .lanes import Recorder
+    from .tune import Call
 
 __all__ = ["Communicator", "explain", "init", "resolve_communicator", "stats"]
 
@@ -43,6 +52,8 @@ log = logging.getLogger("commbackend")
 _KEPT = 1024
 
 _lock = threading.Lock()
+#: This process; asking the system at every call costs more than a look at this.
+_process = os.getpid()
 _alive: dict[Any, Communicator] = {}
 # One lock a key of ``_alive``: of several threads that ask for one group, the first connects, the others wait for it.
 _connecting: dict[Any, threading.Lock] = {}
@@ -52,8 +63,8 @@ _defaults: weakref.WeakKeyDictionary[Any, dict[str, Communicator]] = weakref.Wea
 
 def _forget_parent() -> None:
     """In a forked child: its parent's communicators are not its own, and a thread of the parent may hold the locks."""
-    global _lock
-    _lock = threading.Lock()
+    global _lock, _process
+    _lock, _process = threading.Lock(), os.getpid()
     for known in (_alive, _connecting, _defaults):
         known.clear()
 
@@ -81,6 +92,8 @@ class Communicator:
         config: The resolved configuration, with the source of every value.
         choice: Which transport was chosen, over what, and why; None with ``transport="off"``.
         stock: torch.distributed's collectives on the same group, for ``transport="off"``.
+        op_name: The group name by which the operators of ``torch.ops.commbackend`` find this communicator.
+        microbatch: Number that NVTX ranges carry, or None; set it before a micro-batch's forward and backward.
         recorder: Set to ``f(label, lane, start_ns, end_ns)`` to see every step; None (default) costs nothing.
     """
 
@@ -95,17 +108,30 @@ class Communicator:
         self._pid = os.getpid()
         self._busy = threading.Lock()
         self._bound: dict[tuple[Problem, Knobs], tuple[int, Bound, bytes]] = {}
-        self._knobs: dict[Problem, Knobs] = {}
         self._supported: dict[Problem, str | None] = {}
         self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._caps: tuple[Caps, Caps] | None = None
         self.choice: Choice | None = None
+        self.meter: Meter | None = None
+        self.microbatch: int | None = None
         self._graph: GraphEngine | None = None
         self._captured: dict[tuple[Problem, Knobs], tuple[int, Bound]] = {}
         self._providers: list[GemmProvider] = []
         self._engine: Engine | None = None
-        transport, self.choice = connect(group, device, config)
+        self._flight: Flight | None = None
+        group.limit = time.monotonic() + (config.init_timeout_s or group.timeout_s)
+        try:
+            transport, self.choice = connect(group, device, config)
+        except (Unavailable, ConfigError):  # what all ranks have found together
+            group.limit = None
+            raise
+        except BaseException as e:
+            group.fail(e)
+            raise
         self.stock = stock or Stock(group.rank, group.size, None)
         if transport is None:
+            if config.batch_invariant:
+                raise ConfigError("batch_invariant=True needs a transport: libraries behind 'off' do not promise it")
             self.stock.check()
         else:
             try:
@@ -113,9 +139,32 @@ class Communicator:
                 self._providers = _gemm_providers(config, device, self.timeout_s)
                 self._engine = Engine(transport, self._providers, device, f"commbackend-{group.rank}")
                 self._engine.recorder = Communicator.default_recorder
-            except BaseException:
+                domain = _domain(self.choice, self.size)
+                self.chooser = Chooser(config, lambda: self.caps, self._engine.polls, self.transport, domain=domain)
+                self.meter = self._engine.meter = _meter(self._engine)
+                if config.nvtx:
+                    self._engine.show_ranges()
+                self.chooser.use(choices.shared(self))
+                self._record_flight(config)
+            except BaseException as e:
+                # The others may be one step ahead or behind, here or in the transport: they need not wait.
+                transport.abort(f"init failed: {type(e).__name__}: {e}")
                 transport.close()
+                group.fail(e)
+                if self._flight is not None:
+                    self._flight.close()
                 raise
+        group.limit = None
+        self.op_name = names.register(self)
+
+    def _record_flight(self, config: Config) -> None:
+        """Have every call and every fault of this communicator recorded. Collective."""
+        engine = self._live()
+        self._flight = flight = Flight(self.group, self.transport, timeout_s=config.init_timeout_s)
+        engine.flight, engine.marks = flight, flight.marks
+        engine.transport.explain_fault = flight.explain
+        if config.dump_signal:
+            on_signal(config.dump_signal)
 
     # -- facts ---------------------------------------------------------------------------------------------------------
     @property
@@ -133,8 +182,13 @@ class Communicator:
         """The transport's facts as planners are to see them: a library's own sums only where the configuration allows
         them.
         """
-        caps = self._live().transport.caps
-        return caps if self.config.numerics == "library" else dataclasses.replace(caps, numerics="fixed")
+        engine = self._live()
+        facts = engine.transport.caps
+        if self._caps is None or self._caps[0] is not facts:
+            numerics = facts.numerics if self.config.numerics == "library" else "fixed"
+            told = dataclasses.replace(facts, exchanges=engine.exchanger.offered, numerics=numerics)
+            self._caps = facts, told
+        return self._caps[1]
 
     @property
     def recorder(self) -> Recorder | None:
@@ -159,21 +213,38 @@ class Communicator:
                 then.
             HeapExhausted: The symmetric heap cannot grow as needed.
         """
+        if torch.is_inference_mode_enabled():
+            # Views that are kept for later calls would be inference tensors, which those calls could not write.
+            with torch.inference_mode(False), torch.no_grad():
+                self.run(problem, tensors)
+            return
         engine = self._live()
+        if self.config.tune and not self.chooser.tuned(problem) and not engine.capturing():
+            self.tune([(self.chooser.layer, self.chooser.phase, problem)])
         if not self._busy.acquire(blocking=False):
             raise self._concurrent(engine, problem.op)
         try:
             knobs = self.knobs(problem)
             found = self._bound.get((problem, knobs))
-            if engine.deferred and torch.cuda.is_current_stream_capturing():
+            if engine.capturing():
                 self._run_captured(engine, problem, knobs, tensors)
+                self._finished(engine)
                 return
             if found is not None and found[0] == engine.generation:
                 _, bound, record = found
                 engine.enter(problem.op, record)
             else:
                 bound, record = self._bind(engine, problem, knobs)
+            timing = None if self.meter is None else self.meter.begin(problem, knobs)
+            began = time.monotonic_ns() if engine.recorder is not None else 0
             engine.run(bound, tensors, record, self.timeout_s)
+            self._finished(engine)
+            if engine.recorder is not None:
+                chooser = self.chooser
+                called = call_name(problem.op, chooser.layer, chooser.phase)
+                engine.recorder(called, PHASE_LANE, began, time.monotonic_ns())
+            if timing is not None:
+                self.meter.end(timing)  # type: ignore[union-attr]
         finally:
             self._busy.release()
         overlapped = knobs.schedule != "sequence" and self.size > 1
@@ -195,8 +266,13 @@ class Communicator:
             engine.enter(op, record)
             engine.agree_all(record, self.timeout_s)
             yield engine
+            self._finished(engine)
         finally:
             self._busy.release()
+
+    def _finished(self, engine: Engine) -> None:
+        if self._flight is not None:
+            self._flight.finish(engine.number)
 
     def _run_captured(self, eager: Engine, problem: Problem, knobs: Knobs, tensors: Mapping[str, Tensor]) -> None:
         graph = self._graph
@@ -243,6 +319,8 @@ class Communicator:
             # Growing is collective: first make sure that all ranks are in the same call and will take the same step.
             engine.agree_all(record, self.timeout_s)
             engine.grow(program.heap_nbytes())
+            if exchanges(program):
+                engine.exchanger.open()
         bound = engine.bind(program)
         if self._bound and next(reversed(self._bound.values()))[0] != engine.generation:
             self._bound.clear()
@@ -250,33 +328,48 @@ class Communicator:
         return bound, record
 
     def knobs(self, problem: Problem) -> Knobs:
-        """The schedule for ``problem`` and its parameters: argument > environment > default. Equal on all ranks."""
-        found = self._knobs.get(problem)
-        if found is None:
-            caps = self.caps
-            config = self.config
-            polling = config.polling != "never" and self._live().polls(problem.dtype)
-            found = schedules.default_knobs(problem, caps, polling, always=config.polling == "always")
-            wanted = dataclasses.replace(
-                found,
-                schedule=found.schedule if config.schedule == "auto" else config.schedule,
-                chunks=config.chunks or found.chunks,
-                lanes=config.lanes if config.lanes >= 0 else found.lanes,
-            )
-            if wanted != found:
-                if schedules.supports(problem, caps, wanted) is not None:
-                    # A schedule that was asked for may have no polling form.
-                    wanted = dataclasses.replace(wanted, polls=False)
-                reason = schedules.supports(problem, caps, wanted)
-                if reason is None:
-                    found = wanted
-                elif config.strict:
-                    raise Unsupported(f"{problem.op} with {wanted}: {reason}")
-                else:
-                    log.info("commbackend: %s with %s: %s; using %s", problem.op, wanted, reason, found)
-            _keep(self._knobs, problem, found)
-            log.info("commbackend: %s over %s: %s", sizes(problem), self.transport, found)
-        return found
+        """The schedule for ``problem`` and its parameters, by the rules of ``chooser``. Equal on all ranks."""
+        self._live()
+        return self.chooser.knobs(problem)
+
+    def configure(self, layer: str, *, phase: str = "", op: str = "", **knobs: Any) -> None:
+        """Choose by hand for the calls of some layers; later wishes win over earlier ones. Local, but all ranks must
+        make the same calls, or their next operations raise CollectiveMismatch.
+
+        Args:
+            layer: A layer's name, or a pattern (``fnmatch``) such as ``"*.mlp.fc1"``; "" are calls outside any layer.
+                Calls have the name of the ``with comm.layer(name)`` around them, also in their backward pass.
+            phase: "forward", "backward" (the gradients of input and weight, one call), or "" for both.
+            op: Name of an operation (``schedules.OPS``), or "" for all.
+            **knobs: What to choose; what is not named, or None, stays automatic.
+                ``schedule``: "push", "pull", "direct", "collective", "sequence" (gathers and scatters), "one_shot",
+                "two_shot", ... (all-reduces); ``chunks``: 1...32 a shard; ``lanes``: copy lanes beside the caller's,
+                0...15; ``polls``: one kernel that polls flags instead of gated row blocks; ``folds``: that kernel adds
+                received partials; ``blocks``: row blocks that peers' rows are multiplied in, 0: one a chunk;
+                ``domain``: ranks of one host or NVLink domain, served first, 0: ranks in turn.
+
+        A wish that cannot be met is refused: an error under ``strict``, else the call takes the automatic choice, and
+        log and ``explain`` say why.
+
+        Raises:
+            ConfigError: A knob, schedule, phase or operation is unknown, or a value is of the wrong type.
+        """
+        self._live()
+        self.chooser.configure(layer, phase=phase, op=op, **knobs)
+
+    def layer(self, name: str, phase: str = "forward") -> AbstractContextManager[None]:
+        """Name the layer that makes the calls in the body: for ``configure``, traces, choices by layer, and, with the
+        setting ``nvtx``, a range that also names the micro-batch. Local.
+        """
+        if self.off:
+            return contextlib.nullcontext()
+        within = self.chooser.within(name, phase)
+        return _ranged(within, name, phase, self.microbatch) if self.config.nvtx and name else within
+
+    @property
+    def layer_name(self) -> str:
+        """Name of the layer whose calls run now, or ""."""
+        return "" if self.off else self.chooser.layer
 
     def supports(self, problem: Problem) -> str | None:
         """None if ``problem`` can be run here, else the reason in one line. Local."""
@@ -286,6 +379,10 @@ class Communicator:
             return self._supported[problem]
         except KeyError:
             return _keep(self._supported, problem, schedules.supports(problem, self.caps, self.knobs(problem)))
+
+    def stock_wins(self, problem: Problem) -> bool:
+        """Whether torch.distributed's own collective and a product were measured to be the fastest for ``problem``."""
+        return self._engine is not None and self.chooser.any_stock and self.chooser.chosen(problem).stock
 
     def reserve(self, rows: int, cols: int, dtype: torch.dtype) -> None:
         """Make room for gathered operands of ``rows`` x ``cols``, so that later calls within it grow nothing.
@@ -311,6 +408,8 @@ class Communicator:
             room = schedules.reserve_nbytes(nbytes, self.size)
             engine.grow(room)
             engine.reserve_scratch(room)
+            if engine.exchanger.offered:
+                engine.exchanger.open()
 
     def barrier(self) -> None:
         """Return when all ranks have called it. Collective."""
@@ -342,26 +441,63 @@ class Communicator:
             "heap_growths": 0 if self._engine is None else self._engine.generation,
         }
 
-    def explain(self, problem: Problem | None = None) -> str:
-        """Say what was chosen, over what, and why. Local."""
+    def explain(self, op: Problem | str | None = None, shape: tuple[int, ...] = (), *, dtype: str = "bfloat16") -> str:
+        """Say what was chosen, over what, and why: transport, then every call so far, or the one that is asked for.
+        Local.
+
+        Args:
+            op: A problem, or an operation's name with its ``shape``.
+            shape: (M, K, N) of a product, (M, K) of a collective; M counts the rows of all ranks.
+            dtype: With ``shape``: element type.
+
+        Raises:
+            ConfigError: There is no such operation, or the shape does not fit it.
+        """
         lines = [f"rank {self.rank} of {self.size} on {self.device}: transport {self.transport}"]
         if self.choice is not None:
             lines.append(f"  {self.choice.why()}")
         given = {name: source for name, source in sorted(self.config.sources.items()) if source != "default"}
         lines += [f"  {name} = {getattr(self.config, name)!r} ({source})" for name, source in given.items()]
         lines.append(f"  {'other ' if given else ''}settings: defaults; waits end after {self.timeout_s:g} s")
-        if self._knobs:
-            lines.append("  calls, by schedule/chunks/lanes:")
-        for p in [problem] if problem is not None else list(self._knobs):
-            others = (
-                [k for k in schedules.candidates(p, self.caps) if k.schedule != self.knobs(p).schedule]
-                if not self.off
-                else []
-            )
-            names = sorted({k.schedule for k in others})
-            chosen = "stock" if self.off else str(self.knobs(p))
-            lines.append(f"    {sizes(p)}: {chosen}; other schedules: {', '.join(names) or 'none'}")
+        problem = problem_of(self, op, shape, dtype) if isinstance(op, str) else op
+        if self.off:
+            lines += [f"    {sizes(problem)}: stock"] if problem is not None else []
+            return "\n".join(lines)
+        asked = self.chooser.problems() if problem is None else [problem]
+        lines += ["  calls, by schedule/chunks/lanes:"] if asked else []
+        for p in asked:
+            lines += explain_call(self, p)
         return "\n".join(lines)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers since ``init`` for loggers, by name (``metrics.metrics``). Local, never synchronises."""
+        return metrics(self)
+
+    # -- choosing by measurement ---------------------------------------------------------------------------------------
+    def tune(self, calls: Sequence[Call] | None = None, *, seconds: float = 1.0) -> None:
+        """Measure candidates for ``calls`` and use the fastest from now on. Collective; all ranks pass the same calls.
+
+        Args:
+            calls: (layer, phase, problem) each; None: every call made so far. Run one step, then this.
+            seconds: Time for each call.
+
+        Raises:
+            Unsupported: ``torch.use_deterministic_algorithms(True)`` holds.
+        """
+        from .tune import tune
+
+        self._live()
+        tune(self, self.chooser.calls() if calls is None else calls, costs=costs_of(self), seconds=seconds)
+
+    def export_choices(self, path: str) -> None:
+        """Write every choice in use to a file: ``choices=path`` makes another run choose alike. Local; one rank is
+        enough.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        self._live()
+        choices.save(self.chooser.exported(choices.identity(self)), path)
 
     # -- end -----------------------------------------------------------------------------------------------------------
     def abort(self, reason: str = "by request") -> None:
@@ -395,6 +531,10 @@ class Communicator:
             return
         transport = engine.transport
         with contextlib.ExitStack() as leaving:  # from the last to the first, each whatever the others raise
+            leaving.callback(self._bound.clear)  # they hold views of the heap, which stays mapped as long as these live
+            if self._flight is not None:
+                leaving.callback(self._flight.close)
+                leaving.callback(engine.forget_flight)
             leaving.callback(lambda: self.group.close(healthy=transport.fault is None))
             leaving.callback(transport.close, timeout_s)
             leaving.callback(lambda: engine.close(healthy=transport.fault is None))
@@ -425,10 +565,10 @@ class Communicator:
         engine = self._engine
         if self.closed:
             raise CommAborted(f"the communicator of rank {self.rank} is closed", rank=self.rank)
-        if os.getpid() != self._pid:
+        if _process != self._pid:
             raise CommAborted(
                 f"this communicator was made in process {self._pid}, before a fork: call commbackend.init in process"
-                f" {os.getpid()}",
+                f" {_process}",
                 rank=self.rank,
             )
         if engine is None:
@@ -492,6 +632,12 @@ def resolve_communicator(group: Any = None, *, device: torch.device | None = Non
     return comm
 
 
+def communicators() -> list[Communicator]:
+    """The communicators of this process that are open, in the order in which they were made."""
+    with _lock:
+        return [c for c in _alive.values() if not c.off]
+
+
 def explain(group: Any = None, problem: Problem | None = None) -> str:
     """``Communicator.explain`` of a group's communicator."""
     return resolve_communicator(group).explain(problem)
@@ -507,6 +653,31 @@ def stats(group: Any = None) -> dict[str, Any]:
         return {f"{c.transport} {c.rank}/{c.size} #{i}": c.stats() for i, c in enumerate(_alive.values())}
 
 
+@contextlib.contextmanager
+def _ranged(within: AbstractContextManager[None], name: str, phase: str, microbatch: int | None) -> Iterator[None]:
+    """``within`` as an NVTX range."""
+    label = name + f" micro-batch {microbatch}" * (microbatch is not None) + ", backward" * (phase == "backward")
+    torch.cuda.nvtx.range_push(label)
+    try:
+        with within:
+            yield
+    finally:
+        torch.cuda.nvtx.range_pop()
+
+
+def _domain(choice: Choice | None, size: int) -> int:
+    """Ranks of one host, where hosts are several and hold equally many consecutive ranks; else 0."""
+    hosts = choice.hosts if choice is not None else ()
+    each = topology_of(hosts, size).domain
+    return each if each < size else 0
+
+
+def _meter(engine: Engine) -> Meter:
+    if not engine.deferred:
+        return Meter(engine.size)
+    return Meter(engine.size, lambda: torch.cuda.Event(enable_timing=True), engine.capturing)
+
+
 def _known_schedule(asked: str) -> None:
     """Raise ConfigError if no op has a schedule of that name: then it is a slip, and no call would follow it."""
     known = sorted({name for of_op in schedules.SCHEDULES.values() for name in of_op})
@@ -518,6 +689,8 @@ def _known_schedule(asked: str) -> None:
 
 def _gemm_providers(config: Config, device: torch.device, timeout_s: float) -> list[GemmProvider]:
     names = registry.auto_names("gemm", device.type) if config.gemm == "auto" else config.gemm.split(",")
+    if config.batch_invariant:
+        names = _batch_invariant(config, device, names)
     found: list[GemmProvider] = []
     reasons = []
     for name in names:
@@ -534,6 +707,17 @@ def _gemm_providers(config: Config, device: torch.device, timeout_s: float) -> l
     if not found:
         raise Unavailable(f"no GEMM provider for {device.type}: {'; '.join(reasons)}")
     return found
+
+
+def _batch_invariant(config: Config, device: torch.device, names: list[str]) -> list[str]:
+    """The names of providers that keep ``batch_invariant``: of those asked for, or of all built-in ones."""
+    if config.numerics != "fixed":
+        raise ConfigError(f"batch_invariant=True: sums of numerics={config.numerics!r} have an order of their own")
+    asked = registry.names("gemm", device.type) if config.gemm == "auto" else names
+    kept = [n for n in asked if registry.gemm(n).batch_invariant]
+    if not kept:
+        raise Unsupported(f"batch_invariant=True: no GEMM provider for {device.type} keeps it (gemm={config.gemm})")
+    return kept
 
 
 def _differences(old: Config, new: Config) -> str:

@@ -12,21 +12,25 @@ import hashlib
 import logging
 import os
 import re
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
 
-__all__ = ["PREFIX", "Config", "Launch", "launcher", "reference", "resolve", "unknown_variables"]
+__all__ = ["PREFIX", "Config", "Launch", "cache_folder", "launcher", "reference", "resolve", "unknown_variables"]
 
 log = logging.getLogger("commbackend")
 
 #: Every variable commbackend reads for itself starts so.
 PREFIX = "COMMBACKEND_"
+#: The short name of the log level's variable.
+_LOG = PREFIX + "LOG"
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*(\+[A-Za-z][A-Za-z0-9_.-]*)?")
 
 
 def _names(*alone: str) -> Callable[[Any], str]:
@@ -81,6 +85,13 @@ def _setting(default: Any, parse: Callable[[Any], Any], accepts: str, doc: str, 
     return field(default=default, metadata={"parse": parse, "accepts": accepts, "doc": doc, "agreed": agreed})
 
 
+def _signal_name(raw: object) -> str:
+    name = str(raw).strip().upper().removeprefix("SIG")
+    if name and (f"SIG{name}" not in signal.Signals.__members__ or name in ("KILL", "STOP")):
+        raise ValueError(raw)
+    return name
+
+
 @dataclass(frozen=True)
 class Config:
     """The resolved settings of one communicator. Made by ``resolve``; every field is ``COMMBACKEND_<FIELD>`` too."""
@@ -88,9 +99,10 @@ class Config:
     transport: str = _setting(
         "auto",
         _names("auto", "off"),
-        "'auto', 'off', a transport's name, or a comma list of names in order of preference",
-        "How bytes move. auto: the first transport that works on every rank; one name: that or an error; a list: the"
-        " first of it that works on every rank; off: the stock path of torch.distributed.",
+        "'auto', 'off', a transport's name, two joined by +, or a comma list of these in order of preference",
+        "How bytes move. auto: the first transport that works on every rank; one name: that or an error; shm+gloo: two"
+        " levels, the first within hosts and the second between them; a list: the first of it that works on every rank;"
+        " off: the stock path of torch.distributed.",
     )
     gemm: str = _setting(
         "auto",
@@ -133,7 +145,7 @@ class Config:
         None,
         _seconds,
         "seconds, a number > 0 and up to 1e6",
-        "Deadline of every step of init. Unset: the process group's timeout.",
+        "Deadline of init, all its steps together. Unset: the process group's timeout.",
     )
     numerics: str = _setting(
         "fixed",
@@ -141,6 +153,14 @@ class Config:
         "'fixed' or 'library'",
         "fixed: sums run in rank order with fp32 accumulation, the same bits on all ranks; library: a transport's own"
         " reduction may be used, in the order of its library.",
+    )
+    batch_invariant: bool = _setting(
+        False,
+        _boolean,
+        "1/0, true/false, yes/no or on/off",
+        "The bits of a row of a result do not depend on how many rows are multiplied with it, nor on chunks or"
+        " schedule. On CPUs; products are slower (docs/reliability.md). Gradients of weights are sums over rows and"
+        " not meant.",
     )
     interface: str = _setting(
         "",
@@ -153,7 +173,16 @@ class Config:
         "default",
         _one_of("default", "debug", "info", "warning", "error"),
         "'default', 'debug', 'info', 'warning' or 'error'",
-        "Level of the logger 'commbackend'; default leaves it as the application set it.",
+        "Level of the logger 'commbackend'; default leaves it as the application set it. COMMBACKEND_LOG is the same."
+        " Where the application logs nothing, lines go to stderr.",
+        agreed=False,
+    )
+    dump_signal: str = _setting(
+        "",
+        _signal_name,
+        "a signal's name, such as USR2, or empty",
+        "On this signal a process writes its flight record (what every rank last entered and finished) to stderr, one"
+        " line of JSON. Empty: no handler is installed; `commbackend doctor --pid` reads the record from outside.",
         agreed=False,
     )
     strict: bool = _setting(
@@ -171,11 +200,48 @@ class Config:
         "Prove every plan when it is made (slow; for people who write schedules).",
         agreed=False,
     )
+    serve: bool = _setting(
+        False,
+        _boolean,
+        "1/0, true/false, yes/no or on/off",
+        "The plugins of vLLM and SGLang do something: without it an installed commbackend does not change serving.",
+        agreed=False,
+    )
+    tp_comm_overlap_cfg: str = _setting(
+        "",
+        lambda raw: str(raw).strip(),
+        "the path of a YAML file",
+        "A tp-comm-overlap file of TransformerEngine or Megatron, which Megatron's layers then follow.",
+        agreed=False,
+    )
     allow_shared_device: bool = _setting(
         False,
         _boolean,
         "1/0, true/false, yes/no or on/off",
         "Let several ranks use one GPU; each gets its share of the SMs.",
+    )
+    choices: str = _setting(
+        "auto",
+        lambda raw: str(raw).strip() or "auto",
+        "'auto', 'off' or a file that tune or export_choices wrote",
+        "Which measured choices are used. auto: what `commbackend tune` left in the cache for this kind of machine;"
+        " off: none; a file: those. Rank 0's count for all ranks.",
+        agreed=False,
+    )
+    nvtx: bool = _setting(
+        False,
+        _boolean,
+        "1/0, true/false, yes/no or on/off",
+        "Every named layer's calls are an NVTX range with the layer's name and the micro-batch, and on GPUs every step"
+        " of a call is one with what it does, for Nsight Systems.",
+        agreed=False,
+    )
+    tune: bool = _setting(
+        False,
+        _boolean,
+        "1/0, true/false, yes/no or on/off",
+        "Measure the candidates of every call whose sizes are new, before its first time. For tuning runs: it takes"
+        " about a second a call.",
     )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -212,6 +278,18 @@ def reference() -> list[dict[str, str]]:
     ]
 
 
+def cache_folder() -> Path | None:
+    """Return the folder that measurements are cached in: ``$XDG_CACHE_HOME/commbackend``, or ``~/.cache``'s.
+
+    None for a process whose user has no home.
+    """
+    given = os.environ.get("XDG_CACHE_HOME", "").strip()
+    if os.path.isabs(given):  # the specification ignores others
+        return Path(given, "commbackend")
+    home = os.path.expanduser("~")
+    return Path(home, ".cache", "commbackend") if os.path.isabs(home) else None  # "~" itself where no home is known
+
+
 _warned: set[str] = set()
 
 
@@ -234,6 +312,8 @@ def resolve(**overrides: Any) -> Config:
         variable = PREFIX + name.upper()
         if name == "interface" and not os.environ.get(variable, "").strip():
             variable = "GLOO_SOCKET_IFNAME"  # what gloo's users know already
+        if name == "log_level" and not os.environ.get(variable, "").strip():
+            variable = _LOG
         if overrides.get(name) is not None:
             values[name], sources[name] = _parse(f, overrides[name], f"argument {name}"), "argument"
         elif os.environ.get(variable, "").strip():
@@ -249,12 +329,14 @@ def resolve(**overrides: Any) -> Config:
             log.warning("commbackend: unknown variable %s is ignored%s", variable, hint)
     if config.log_level != "default":
         log.setLevel(config.log_level.upper())
+        if not log.hasHandlers():  # else lines below a warning would be asked for and never be seen
+            log.addHandler(logging.StreamHandler())
     return config
 
 
 def unknown_variables() -> dict[str, str]:
     """Return every ``COMMBACKEND_*`` variable of this process that means nothing -> " (did you mean ...?)" or ""."""
-    known = [f.name.upper() for f in settings()]
+    known = [*(f.name.upper() for f in settings()), _LOG.removeprefix(PREFIX)]
     found = {}
     for variable in sorted(os.environ):
         if variable.startswith(PREFIX) and variable.removeprefix(PREFIX) not in known:

@@ -33,7 +33,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -50,12 +50,17 @@ __all__ = [
     "Caps",
     "Collective",
     "DeviceSlotTable",
+    "Exchange",
+    "ExchangeKernel",
+    "ExchangeMemory",
+    "ExchangeProvider",
     "GemmKernel",
     "GemmProblem",
     "GemmProvider",
     "GemmSegment",
     "GraphCapture",
     "OneSided",
+    "Prepares",
     "Rendezvous",
     "Slot",
     "SlotTable",
@@ -64,6 +69,7 @@ __all__ = [
     "SymBuffer",
     "Transport",
     "Window",
+    "Word",
     "torch_stream",
 ]
 
@@ -132,11 +138,14 @@ class Caps:
         free_queues: A lane that waits never holds up another lane: threads, or streams that do not share one hardware
             queue. False where CUDA_DEVICE_MAX_CONNECTIONS=1 or CUDA_LAUNCH_BLOCKING=1 was found.
         graph_capture: Those verbs may be captured in a CUDA graph.
-        copy_engine: ``put`` needs no SM.
+        copy_engine: ``put`` needs no SM; prepared puts of some KiB may take one.
         abortable: ``abort`` releases waits that are already blocked.
         bounded_wait: Waits end by their deadline without help from outside.
         copy_lanes: Copy lanes worth having beside the caller's: 0 where they would only take cores from products.
         sharing: Ranks that use this rank's device; kernels that poll take their share of its SMs.
+        exchanges: A GEMM provider is there whose kernels exchange rows with peers; the communicator sets it.
+        hosts: Of a transport of two levels: the host of every rank. Its one-sided verbs reach the ranks of the own
+            host, its collectives (``Transport.between``) those with the same number on other hosts. () for all others.
         nonblocking: ``put`` returns before the bytes have moved (a flush or a slot tells).
     """
 
@@ -158,6 +167,8 @@ class Caps:
     nonblocking: bool = False
     copy_lanes: int = 1
     sharing: int = 1
+    exchanges: bool = False
+    hosts: tuple[int, ...] = ()
 
 
 class SymBuffer(ABC):
@@ -288,12 +299,17 @@ class Transport(ABC):
 
     name: ClassVar[str]
     caps: Caps
+    #: Collectives among the ranks with this rank's number on their hosts, host by host; of transports of two levels.
+    between: Collective | None = None
 
     def __init__(self, group: Rendezvous) -> None:
         self.rank, self.size, self.timeout_s = group.rank, group.size, group.timeout_s
         self.closed = False
         #: Name of the call that is running, for messages; the engine sets both.
         self.op, self.seq = "", -1
+        #: Adds to the first fault what is known of the other ranks; does not block, does not raise. The communicator
+        #: sets it.
+        self.explain_fault: Callable[[CommBackendError], None] | None = None
         self._fault: CommBackendError | None = None
         self._fault_lock = threading.Lock()
 
@@ -341,6 +357,11 @@ class Transport(ABC):
         """``peer``'s record of call ``seq`` if it can be read now, else None. Never waits, never fails."""
         return None
 
+    @property
+    def partners(self) -> tuple[int, ...]:
+        """The ranks whose records this one compares with its own: all others, or so many that all are compared."""
+        return tuple(p for p in range(self.size) if p != self.rank)
+
     def _post(self, seq: int, record: bytes) -> None:
         raise Unsupported(f"transport {self.name!r} publishes no records")
 
@@ -365,8 +386,12 @@ class Transport(ABC):
         """Make ``cause`` the sticky fault unless there is one; release every blocked wait here; return the first fault.
         Any thread.
         """
-        if getattr(cause, "op", None) == "":  # told by a peer: here it is about the call that runs here
+        if getattr(cause, "op", None) == "":  # of a peer or a link: here it is about the call that runs here
             vars(cause)["op"] = self.op
+            if getattr(cause, "seq", None) == -1:
+                vars(cause)["seq"] = self.seq
+        if self.explain_fault is not None and self._fault is None:
+            self.explain_fault(cause)
         with self._fault_lock:
             first = self._fault is None
             if self._fault is None:
@@ -560,6 +585,51 @@ class GraphCapture(ABC):
         """Enqueue: add one to the 64-bit device word at ``address``."""
 
 
+class Word(NamedTuple):
+    """A slot that a prepared call raises, or waits for, at the value of the call plus ``delta``."""
+
+    peer: int
+    word: int
+    delta: int
+    waits: bool
+
+
+class Prepares(ABC):
+    """The role of stream-ordered transports whose verbs can be prepared: what is the same in every call is worked out
+    once, and the functions returned only enqueue. They check nothing: whoever prepares has checked.
+
+    A DriverError that they raise is not a fault of the transport yet; the caller makes it one.
+    """
+
+    @abstractmethod
+    def prepare_words(self, table: SlotTable, words: Sequence[Word]) -> Callable[[int, float, int], None]:
+        """Return ``f(value, deadline, stream)``: raise or wait for ``words``, in their order, at ``value`` + delta."""
+
+    @abstractmethod
+    def prepare_put(
+        self, dst: Window, src_stride: Sequence[int], peer: int, slot: tuple[SlotTable, int]
+    ) -> Callable[[int, int, int], None] | None:
+        """Return ``f(address, value, stream)``: put what is at ``address``, of the shape and dtype of ``dst``, and
+        raise the slot to ``value``; or None where only the verb ``put`` can.
+        """
+
+    @abstractmethod
+    def prepare_copy(
+        self, shape: Sequence[int], dst_stride: Sequence[int], src_stride: Sequence[int], itemsize: int
+    ) -> Callable[[int, int, int], None] | None:
+        """Return ``f(dst, src, stream)``, a copy between addresses that this rank can reach; or None where only a copy
+        element by element can. Strides are in elements.
+        """
+
+    @abstractmethod
+    def prepare_guard(self, shape: Sequence[int], stride: Sequence[int], itemsize: int) -> Callable[[int, int], None]:
+        """Return ``f(address, stream)``, the ``guard`` of such a tensor."""
+
+    @abstractmethod
+    def address(self, window: Window, rank: int) -> int:
+        """Where ``window`` of ``rank`` is mapped in this process."""
+
+
 class Collective(Transport):
     """The role of transports that offer collectives. Ranks issue them in the same order; counts may differ between
     ranks, agreed beforehand.
@@ -698,6 +768,70 @@ class SumProvider(ABC):
         """Compile what a launch needs. Cached. Raises Unsupported with the reason of ``sums``."""
 
 
+class ExchangeMemory(NamedTuple):
+    """Symmetric memory that belongs to one ``ExchangeKernel`` of every rank. All addresses are as mapped here.
+
+    Attributes:
+        rank: Of this process.
+        data: Address of the rows' buffer of every rank, zero at first.
+        raised: Address, at every rank, of the first of the words that this rank raises there.
+        waited: Address, here, of the first of the words that every rank raises here.
+        programs, slot_nbytes: Thread blocks that have a slot for every rank's rows, and its size.
+    """
+
+    rank: int
+    data: tuple[int, ...]
+    raised: tuple[int, ...]
+    waited: tuple[int, ...]
+    programs: int
+    slot_nbytes: int
+
+
+class ExchangeKernel(Protocol):
+    """A prepared all-reduce by one launch a rank: out = sum over ranks of x, in rank order, + residual + bias, in fp32,
+    rounded once; with ``normed`` and ``norm_weight`` also normed = RMSNorm of out.
+
+    Tensors are (rows, n), of one size on all ranks. Collective: all ranks make the same calls in the same order, each
+    on one stream, or ordered as if they were. A launch waits for its peers' launches; its waits end at the provider's
+    deadline or by poison in the words, and leave NaN then.
+    """
+
+    def __call__(
+        self,
+        out: Tensor,
+        x: Tensor,
+        *,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        normed: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        eps: float = 0.0,
+        stream: int | None = None,
+    ) -> None: ...
+
+
+class ExchangeProvider(ABC):
+    """The role of GEMM providers whose kernels do a whole all-reduce of few rows, pushing rows to peers and polling."""
+
+    @abstractmethod
+    def exchange_nbytes(self, size: int, programs: int, slot_nbytes: int) -> tuple[int, int]:
+        """Bytes, and words a writer, of an ``ExchangeMemory`` of these sizes."""
+
+    @abstractmethod
+    def exchange(self, memory: ExchangeMemory) -> Exchange:
+        """Take ``memory`` into use."""
+
+
+class Exchange(Protocol):
+    """``ExchangeMemory`` in use."""
+
+    def prepare(
+        self, dtype: torch.dtype, rows: int, cols: int, *, bias: bool, residual: bool, norm: bool
+    ) -> ExchangeKernel:
+        """Compile and load what a launch of such sizes needs. Cached. Nothing is compiled in a call."""
+        ...
+
+
 class GemmProvider(ABC):
     """A source of GEMM kernels for one communicator.
 
@@ -706,6 +840,8 @@ class GemmProvider(ABC):
     """
 
     name: ClassVar[str]
+    #: Whether a row's bits depend on the row and the weight alone: not on m, nor on where the row stands.
+    batch_invariant: ClassVar[bool] = False
 
     def __init__(self, *, timeout_s: float = 600.0) -> None:
         self.timeout_s = timeout_s

@@ -18,7 +18,7 @@ from .errors import CommBackendError, Unavailable
 
 __all__ = ["KERNELS", "SOURCE", "TIMED_OUT", "Kernels", "Move", "compile_source", "moves"]
 
-KERNELS = ("cb_copy", "cb_raise", "cb_wait", "cb_guard", "cb_advance", "cb_multicast")
+KERNELS = ("cb_copy", "cb_put", "cb_raise", "cb_wait", "cb_guard", "cb_advance", "cb_multicast")
 #: Words of the report that ``cb_wait`` leaves in host memory: state, tag, wanted, seen.
 REPORT_WORDS = 4
 #: States of the status word and the report.
@@ -52,7 +52,7 @@ __device__ __forceinline__ u64 offset_of(u64 i, u64 width, u64 unit, u64 pitch, 
 }
 
 // rows x row_nbytes; 16 bytes a load where both sides allow it, four loads in flight a thread.
-extern "C" __global__ void __launch_bounds__(512) cb_copy(
+__device__ __forceinline__ void copy_rows(
         char *dst, u64 dst_pitch, const char *src, u64 src_pitch, u64 row_nbytes, u64 rows) {
     const u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x, step = (u64)gridDim.x * blockDim.x;
     const bool flat = rows == 1 || (dst_pitch == row_nbytes && src_pitch == row_nbytes);
@@ -82,6 +82,20 @@ extern "C" __global__ void __launch_bounds__(512) cb_copy(
     }
     for (; i < total; i += step)
         dst[offset_of(i, width, 1, dst_pitch, small)] = src[offset_of(i, width, 1, src_pitch, small)];
+}
+
+extern "C" __global__ void __launch_bounds__(512) cb_copy(
+        char *dst, u64 dst_pitch, const char *src, u64 src_pitch, u64 row_nbytes, u64 rows) {
+    copy_rows(dst, dst_pitch, src, src_pitch, row_nbytes, rows);
+}
+
+// One CTA: copy, then raise the slot: every thread's stores are ordered before the barrier, and it before the store.
+extern "C" __global__ void __launch_bounds__(512) cb_put(
+        char *dst, u64 dst_pitch, const char *src, u64 src_pitch, u64 row_nbytes, u64 rows, u64 *slot, u64 value) {
+    copy_rows(dst, dst_pitch, src, src_pitch, row_nbytes, rows);
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x == 0) store_release(slot, value);
 }
 
 // One thread: slot = value (+ *epoch), after all earlier work of the stream.
@@ -183,7 +197,7 @@ class Kernels:
         self._driver = driver
         self._module = driver.module(compile_source(driver.nvrtc, capability))
         try:
-            self._copy, self._raise, self._wait, self._guard, self._advance, self._multicast = (
+            self._copy, self._put, self._raise, self._wait, self._guard, self._advance, self._multicast = (
                 driver.kernel(self._module, name) for name in KERNELS
             )
         except CommBackendError:
@@ -195,6 +209,14 @@ class Kernels:
     ) -> None:
         """Copy rows with ``ctas`` CTAs."""
         self._driver.launch(self._copy, ctas, _BLOCK, (dst, dst_pitch, src, src_pitch, row_nbytes, rows), stream)
+
+    def put(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, row_nbytes: int, rows: int, slot: int, value: int,
+        stream: int,
+    ) -> None:  # fmt: skip
+        """Copy rows with one CTA, which then stores ``value`` to the slot."""
+        args = (dst, dst_pitch, src, src_pitch, row_nbytes, rows, slot, value)
+        self._driver.launch(self._put, 1, _BLOCK, args, stream)
 
     def raise_slot(self, slot: int, value: int, epoch: int, stream: int) -> None:
         """Store ``value``, plus the word at ``epoch`` if that is not 0, after all earlier work of ``stream``."""
@@ -227,6 +249,7 @@ class Kernels:
         CUDA loads a kernel at its first launch and may synchronise for that: never while a peer waits.
         """
         self.copy(scratch, 16, scratch + 16, 16, 16, 1, 1, stream)
+        self.put(scratch, 16, scratch + 16, 16, 16, 1, scratch + 56, 1, stream)
         self.raise_slot(scratch + 32, 1, 0, stream)
         self.wait_slot(scratch + 32, 1, 0, 1_000_000_000, scratch + 40, scratch + 64, 0, 1 << 62, stream)
         self.guard(scratch, 16, 16, 1, scratch + 40, stream)

@@ -63,6 +63,16 @@ def import_bindings() -> tuple[Any, Any]:
     return driver, nvrtc
 
 
+def _libcuda_batch() -> Callable[[int, int, int, int], int]:
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
+    except (OSError, AttributeError) as e:
+        raise Unavailable(f"libcuda has no cuStreamBatchMemOp: {e}", "install a driver for CUDA 11.7 or newer") from e
+    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint), ctypes.c_int
+    found: Callable[[int, int, int, int], int] = function
+    return found
+
+
 class _Blocks(threading.local):
     """Where arguments of hot calls are packed: made once a thread, so that no thread waits for another's launch (which
     may block, under CUDA_LAUNCH_BLOCKING=1).
@@ -84,9 +94,13 @@ class Driver:
         ordinal: The device, as torch counts.
         rank: For messages.
         api, nvrtc: The binding modules; ``import_bindings()`` if None.
+        batch: cuStreamBatchMemOp by addresses, (stream, count, params, flags) -> code; libcuda's own if None.
     """
 
-    def __init__(self, ordinal: int, *, rank: int = -1, api: Any = None, nvrtc: Any = None) -> None:
+    def __init__(
+        self, ordinal: int, *, rank: int = -1, api: Any = None, nvrtc: Any = None,
+        batch: Callable[[int, int, int, int], int] | None = None,
+    ) -> None:  # fmt: skip
         if api is None:
             api, nvrtc = import_bindings()
         self.api, self.nvrtc, self.ordinal, self.rank = api, nvrtc, ordinal, rank
@@ -101,6 +115,8 @@ class Driver:
         self._memcpy, self._memcpy_2d = api.cuMemcpyAsync, api.cuMemcpy2DAsync
         self._write_value, self._wait_value = api.cuStreamWriteValue64, api.cuStreamWaitValue64
         self._launch = api.cuLaunchKernel
+        # The bindings would copy a batch, object by object, at every call.
+        self._batch = batch or _libcuda_batch()
         self._geq = int(api.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         self._blocks = _Blocks(api)
 
@@ -175,16 +191,16 @@ class Driver:
         kinds = self.api.CUmemAllocationHandleType
         return kinds.CU_MEM_HANDLE_TYPE_FABRIC if fabric else kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
-    def _memory(self) -> Any:
+    def _memory(self, fabric: bool) -> Any:
         prop = self._location(self.api.CUmemAllocationProp())
         prop.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        prop.requestedHandleTypes = self._shareable(False)
+        prop.requestedHandleTypes = self._shareable(fabric)
         return prop
 
-    def granularity(self) -> int:
+    def granularity(self, fabric: bool = False) -> int:
         """Bytes that sizes and addresses of mapped memory are multiples of."""
         which = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        return int(self.call("cuMemGetAllocationGranularity", self._memory(), which))
+        return int(self.call("cuMemGetAllocationGranularity", self._memory(fabric), which))
 
     def reserve(self, nbytes: int) -> int:
         """Reserve ``nbytes`` of addresses; no memory is behind them yet."""
@@ -193,20 +209,23 @@ class Driver:
     def free_reserved(self, address: int, nbytes: int) -> None:
         self.call("cuMemAddressFree", address, nbytes, nbytes=nbytes)
 
-    def create(self, nbytes: int) -> Any:
-        """Allocate physical memory on this device that other processes can map; returns a handle to ``release``."""
-        return self.call("cuMemCreate", nbytes, self._memory(), 0, nbytes=nbytes)
+    def create(self, nbytes: int, fabric: bool = False) -> Any:
+        """Allocate physical memory on this device that other processes can map, or with ``fabric`` other hosts of the
+        NVLink domain too; returns a handle to ``release``.
+        """
+        return self.call("cuMemCreate", nbytes, self._memory(fabric), 0, nbytes=nbytes)
 
     def release(self, handle: Any) -> None:
         self.call("cuMemRelease", handle)
 
-    def export_fd(self, handle: Any) -> int:
-        """A file descriptor for ``handle``; the caller closes it."""
-        return int(self.call("cuMemExportToShareableHandle", handle, self._shareable(False), 0))
+    def export(self, handle: Any, fabric: bool = False) -> Any:
+        """What others import ``handle`` by: a file descriptor, which the caller closes, or 64 bytes."""
+        found = self.call("cuMemExportToShareableHandle", handle, self._shareable(fabric), 0)
+        return bytes(found.data) if fabric else int(found)
 
-    def import_fd(self, fd: int) -> Any:
-        """A handle for the memory behind ``fd``; ``fd`` may be closed afterwards."""
-        return self.call("cuMemImportFromShareableHandle", fd, self._shareable(False))
+    def import_(self, given: Any, fabric: bool = False) -> Any:
+        """A handle for what ``export`` gave; a descriptor may be closed afterwards."""
+        return self.call("cuMemImportFromShareableHandle", given, self._shareable(fabric))
 
     def map(self, address: int, nbytes: int, handle: Any) -> None:
         self.call("cuMemMap", address, nbytes, 0, handle, 0, nbytes=nbytes)
@@ -324,6 +343,16 @@ class Driver:
             again = self._wait_value
             self._again("cuStreamWaitValue64", code, 8, lambda: again(stream, address, value, self._geq))
 
+    def memops(self, params: int, count: int, stream: int) -> None:
+        """Enqueue the ``count`` stores and waits whose CUstreamBatchMemOpParams are at host address ``params``."""
+        code = self._batch(stream, count, params, 0)
+        if code:
+            named = self.api.CUresult(code)
+            self._again(
+                "cuStreamBatchMemOp", named, 8 * count,
+                lambda: (self.api.CUresult(self._batch(stream, count, params, 0)),),
+            )  # fmt: skip
+
     def launch(self, kernel: Any, grid: int, block: int, args: Sequence[int], stream: int) -> None:
         """Enqueue ``kernel``, whose parameters are all 64 bits wide (so that packing them is one assignment)."""
         blocks = self._blocks
@@ -355,18 +384,18 @@ class Driver:
         self.call("cuModuleUnload", module)
 
     # -- multicast (NVLS) -------------------------------------------------------------------------------------------
-    def _multicast(self, size: int, nbytes: int) -> Any:
+    def _multicast(self, size: int, nbytes: int, fabric: bool) -> Any:
         prop = self.api.CUmulticastObjectProp()
-        prop.numDevices, prop.size, prop.handleTypes, prop.flags = size, nbytes, int(self._shareable(False)), 0
+        prop.numDevices, prop.size, prop.handleTypes, prop.flags = size, nbytes, int(self._shareable(fabric)), 0
         return prop
 
-    def multicast_granularity(self, size: int, nbytes: int) -> int:
+    def multicast_granularity(self, size: int, nbytes: int, fabric: bool = False) -> int:
         which = self.api.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_MINIMUM
-        return int(self.call("cuMulticastGetGranularity", self._multicast(size, nbytes), which))
+        return int(self.call("cuMulticastGetGranularity", self._multicast(size, nbytes, fabric), which))
 
-    def multicast_create(self, size: int, nbytes: int) -> Any:
+    def multicast_create(self, size: int, nbytes: int, fabric: bool = False) -> Any:
         """A multicast object for ``size`` devices; exported, imported, mapped and released like memory."""
-        return self.call("cuMulticastCreate", self._multicast(size, nbytes), nbytes=nbytes)
+        return self.call("cuMulticastCreate", self._multicast(size, nbytes, fabric), nbytes=nbytes)
 
     def multicast_join(self, handle: Any) -> None:
         self.call("cuMulticastAddDevice", handle, self.device)

@@ -1,4 +1,5 @@
-"""Symmetric GPU memory of one host: CUDA virtual memory with file descriptors, or CUDA IPC where that is missing.
+"""Symmetric GPU memory: CUDA virtual memory whose handles travel as file descriptors (one host) or as fabric handles
+(one NVLink domain), or CUDA IPC where virtual memory is missing.
 
 Every change is made by all ranks in the same order and ends with a vote: when a driver call fails on one rank, every
 rank undoes its part and raises the same error. Physical memory belongs to its mappings (handles are released as soon as
@@ -8,26 +9,41 @@ they are mapped), so what is unmapped is given back, and memory of a rank that d
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .contract import SymBuffer
 from .cuda_driver import Driver, DriverError
 from .errors import CollectiveMismatch, CommBackendError, HeapExhausted, Unavailable
-from .hostlink import HostLink
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Heap", "agree_on", "IpcHeap", "MappedBuffer", "VmmHeap", "together"]
+__all__ = ["FabricWire", "FdWire", "Heap", "IpcHeap", "Link", "MappedBuffer", "VmmHeap", "agree_on", "together"]
 
 T = TypeVar("T")
 _TEXT = 2000
 
 
+class Link(Protocol):
+    """The control plane as memory needs it: an all-gather of bytes that ends by a deadline, or when a rank is lost."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def exchange(self, payload: bytes, deadline: float) -> list[bytes]: ...
+
+
+class FdLink(Link, Protocol):
+    """A control plane that also carries file descriptors: ``hostlink.HostLink``."""
+
+    def exchange_fds(self, fds: Sequence[int], payload: bytes, deadline: float) -> list[tuple[bytes, list[int]]]: ...
+
+
 def together(
-    link: HostLink, what: str, action: Callable[[], T], deadline: float, payload: Callable[[T], bytes] = lambda _: b""
+    link: Link, what: str, action: Callable[[], T], deadline: float, payload: Callable[[T], bytes] = lambda _: b""
 ) -> tuple[T, list[bytes]]:
     """Run ``action`` on every rank; return its value and what ``payload`` made of all ranks' values. Collective.
 
@@ -69,6 +85,51 @@ def _close_all(fds: list[int]) -> None:
         os.close(fd)
 
 
+# -- how handles travel ------------------------------------------------------------------------------------------------
+class FdWire:
+    """Handles of physical memory as file descriptors over Unix sockets: within one host."""
+
+    fabric = False
+
+    def __init__(self, link: FdLink) -> None:
+        self._link = link
+
+    def swap(self, own: list[Any], ballot: bytes, deadline: float, undo: ExitStack) -> tuple[list[bytes], list[Any]]:
+        """Give ``own`` (one exported handle or none) to all ranks. Collective.
+
+        Returns:
+            All ranks' ballots, and what each has given (None: nothing); ``undo`` closes what was received and given.
+        """
+        fds = list(own)
+        undo.callback(_close_all, fds)
+        parcels = self._link.exchange_fds(fds, ballot, deadline)
+        for rank, (_, received) in enumerate(parcels):
+            if rank != self._link.rank:
+                fds.extend(received)
+        return [raw for raw, _ in parcels], [received[0] if received else None for _, received in parcels]
+
+
+class FabricWire:
+    """Handles of physical memory as 64 bytes that any host of the NVLink domain can open, if an IMEX daemon lets it."""
+
+    fabric = True
+    _NBYTES = 64
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def swap(self, own: list[Any], ballot: bytes, deadline: float, undo: ExitStack) -> tuple[list[bytes], list[Any]]:
+        """As ``FdWire.swap``; there is nothing to close."""
+        given = bytes(own[0]) if own else b""
+        found = self._link.exchange(len(given).to_bytes(1, "little") + given + ballot, deadline)
+        ballots, handles = [], []
+        for raw in found:
+            nbytes = min(raw[0], self._NBYTES) if raw else 0
+            ballots.append(raw[1 + nbytes :])
+            handles.append(raw[1 : 1 + nbytes] or None)
+        return ballots, handles
+
+
 class _Owner(Protocol):
     def release_buffer(self, buffer: MappedBuffer) -> None: ...
 
@@ -91,9 +152,12 @@ class MappedBuffer(SymBuffer):
 
     @property
     def local(self) -> Tensor:
-        return self.view(self._rank)
+        return self._at(self._rank)
 
-    def view(self, rank: int) -> Tensor:
+    def view(self, rank: int) -> Tensor | None:
+        return self._at(rank)
+
+    def _at(self, rank: int) -> Tensor:
         found = self._views.get(rank)
         if found is None or found.numel() != self.nbytes:
             found = self._views[rank] = self._driver.tensor(self.bases[rank], self.nbytes)
@@ -114,6 +178,9 @@ class Heap(Protocol):
     """Where buffers come from. ``alloc`` and ``grow`` are collective. ``free`` and ``close`` are for a time when no
     rank uses the memory any more; they call ``between`` where every rank must have let go before the owner frees.
     """
+
+    multicast: bool
+    multicast_reason: str
 
     def alloc(self, nbytes: int, deadline: float) -> MappedBuffer: ...
     def grow(self, buffer: MappedBuffer, nbytes: int, deadline: float) -> None: ...
@@ -142,19 +209,23 @@ class VmmHeap:
     Collective to make.
 
     Args:
+        wire: How handles travel.
         va_nbytes: Addresses reserved for each rank. They cost nothing; all buffers together must fit.
         multicast: Try to give every buffer a multicast address. What prevents it is in ``multicast_reason``.
     """
 
-    def __init__(self, driver: Driver, link: HostLink, va_nbytes: int, multicast: bool, deadline: float) -> None:
+    def __init__(
+        self, driver: Driver, link: Link, wire: FdWire | FabricWire, va_nbytes: int, multicast: bool, deadline: float
+    ) -> None:
         self._driver, self._link, self._rank, self._size = driver, link, link.rank, link.size
+        self._wire, self._fabric = wire, wire.fabric
         self.multicast, self.multicast_reason = multicast, "" if multicast else "not asked for"
         self._bases: list[int] = []
         self._team_base = 0
         self._buffers: dict[MappedBuffer, list[_Mapping]] = {}
         # The coarsest unit of all ranks, so that offsets are the same everywhere.
         self._grain = self._va = 1
-        self._grain = self._coarsest("memory granularity", driver.granularity, deadline)
+        self._grain = self._coarsest("memory granularity", lambda: driver.granularity(self._fabric), deadline)
         try:
             if multicast:
                 self._grain = self._coarsest("multicast", lambda: self._multicast_grain(), deadline)
@@ -172,7 +243,7 @@ class VmmHeap:
         return max(int.from_bytes(v, "little") for v in votes)
 
     def _multicast_grain(self) -> int:
-        return max(self._grain, self._driver.multicast_granularity(self._size, self._grain))
+        return max(self._grain, self._driver.multicast_granularity(self._size, self._grain, self._fabric))
 
     def _reserve(self) -> None:
         for _ in range(self._size):
@@ -255,35 +326,30 @@ class VmmHeap:
         """Create ``nbytes`` here, pass them to every rank and map everybody's at ``offset``. Collective."""
         what = f"mapping {nbytes} bytes of every rank"
         mapping = _Mapping(offset, nbytes)
-        fds: list[int] = []
+        own: list[Any] = []
         with ExitStack() as undo:
             with ExitStack() as release:
-                handle, problem = _try(lambda: self._create(nbytes, fds, undo if self.multicast else release))
-                release.callback(_close_all, fds)
-                parcels = self._link.exchange_fds(fds, _ballot(problem), deadline)
-                for rank, (_, received) in enumerate(parcels):
-                    if rank != self._rank:
-                        fds.extend(received)
-                _judge(what, [raw for raw, _ in parcels], problem)
-                given = [received[0] if received else -1 for _, received in parcels]
+                handle, problem = _try(lambda: self._create(nbytes, own, undo if self.multicast else release))
+                ballots, given = self._wire.swap(own, _ballot(problem), deadline, release)
+                _judge(what, ballots, problem)
                 together(self._link, what, lambda: self._attach(mapping, handle, given, undo, release), deadline)
             mapping.handle = handle if self.multicast else None
             undo.pop_all()
         return mapping
 
-    def _create(self, nbytes: int, fds: list[int], release: ExitStack) -> Any:
-        handle = self._driver.create(nbytes)
+    def _create(self, nbytes: int, own: list[Any], release: ExitStack) -> Any:
+        handle = self._driver.create(nbytes, self._fabric)
         release.callback(self._driver.release, handle)
-        fds.append(self._driver.export_fd(handle))
+        own.append(self._driver.export(handle, self._fabric))
         return handle
 
-    def _attach(self, mapping: _Mapping, own: Any, given: list[int], undo: ExitStack, release: ExitStack) -> None:
+    def _attach(self, mapping: _Mapping, own: Any, given: list[Any], undo: ExitStack, release: ExitStack) -> None:
         driver, nbytes = self._driver, mapping.nbytes
         for rank, base in enumerate(self._bases):
             address, handle = base + mapping.offset, own
             if rank != self._rank:
                 try:
-                    handle = driver.import_fd(given[rank])
+                    handle = driver.import_(given[rank], self._fabric)
                 except CommBackendError as e:
                     raise Unavailable(f"memory of rank {rank} cannot be imported: {e}") from e
                 release.callback(driver.release, handle)
@@ -314,29 +380,25 @@ class VmmHeap:
                 self._leave(mapping)
 
     def _team(self, mapping: _Mapping, deadline: float) -> Any:
-        driver, link, nbytes = self._driver, self._link, mapping.nbytes
+        driver, nbytes = self._driver, mapping.nbytes
         address, what = self._team_base + mapping.offset, f"multicast over {nbytes} bytes of every rank"
-        fds: list[int] = []
+        own: list[Any] = []
         with ExitStack() as undo:
-            team, problem = _try(lambda: self._found(nbytes, fds, undo) if self._rank == 0 else None)
-            try:
-                parcels = link.exchange_fds(fds, _ballot(problem), deadline)
-                if self._rank:
-                    fds.extend(parcels[0][1])
-                _judge(what, [raw for raw, _ in parcels], problem)
+            with ExitStack() as release:
+                founded, problem = _try(lambda: self._found(nbytes, own, undo) if self._rank == 0 else None)
+                ballots, given = self._wire.swap(own, _ballot(problem), deadline, release)
+                _judge(what, ballots, problem)
 
                 def join() -> Any:
-                    handle = team
+                    handle = founded
                     if self._rank:
-                        handle = driver.import_fd(fds[0])
+                        handle = driver.import_(given[0], self._fabric)
                         undo.callback(driver.release, handle)
                     driver.multicast_join(handle)
                     return handle
 
                 # Binding and mapping block until every device has joined: the vote comes first.
-                team, _ = together(link, what, join, deadline)
-            finally:
-                _close_all(fds)
+                team, _ = together(self._link, what, join, deadline)
 
             def bind() -> None:
                 driver.multicast_bind(team, mapping.handle, nbytes)
@@ -345,14 +407,14 @@ class VmmHeap:
                 undo.callback(driver.unmap, address, nbytes)
                 driver.allow(address, nbytes)
 
-            together(link, what, bind, deadline)
+            together(self._link, what, bind, deadline)
             undo.pop_all()
         return team
 
-    def _found(self, nbytes: int, fds: list[int], undo: ExitStack) -> Any:
-        team = self._driver.multicast_create(self._size, nbytes)
+    def _found(self, nbytes: int, own: list[Any], undo: ExitStack) -> Any:
+        team = self._driver.multicast_create(self._size, nbytes, self._fabric)
         undo.callback(self._driver.release, team)
-        fds.append(self._driver.export_fd(team))
+        own.append(self._driver.export(team, self._fabric))
         return team
 
     def _leave(self, mapping: _Mapping) -> None:
@@ -370,9 +432,10 @@ class VmmHeap:
 class IpcHeap:
     """Buffers from cuMemAlloc, opened by the peers through CUDA IPC. They do not grow: ``room`` is their size."""
 
-    multicast, multicast_reason = False, "memory shared by CUDA IPC has no multicast address"
+    multicast: bool = False
+    multicast_reason: str = "memory shared by CUDA IPC has no multicast address"
 
-    def __init__(self, driver: Driver, link: HostLink) -> None:
+    def __init__(self, driver: Driver, link: Link) -> None:
         self._driver, self._link, self._rank = driver, link, link.rank
         self._buffers: set[MappedBuffer] = set()
 
@@ -434,7 +497,7 @@ class IpcHeap:
                     undo.callback(self._driver.ipc_close, base)
 
 
-def agree_on(link: HostLink, number: int, deadline: float, what: str = "bytes") -> None:
+def agree_on(link: Link, number: int, deadline: float, what: str = "bytes") -> None:
     """Raise CollectiveMismatch on every rank unless all pass the same number. Collective."""
     found = [int.from_bytes(raw, "little") for raw in link.exchange(number.to_bytes(8, "little"), deadline)]
     if len(set(found)) > 1:

@@ -5,19 +5,28 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from dataclasses import dataclass
+from typing import Protocol
 
 from .copy_kernels import Kernels
 from .cuda_driver import Driver
-from .cuda_heap import MappedBuffer, together
+from .cuda_heap import Link, MappedBuffer, together
 from .cuda_slots import DeviceSlots
 from .cuda_watch import Watch
 from .errors import Unavailable
-from .hostlink import HostLink
 
-__all__ = ["PROOF_NBYTES", "Prover"]
+__all__ = ["PROOF_NBYTES", "Paths", "Prover"]
 
 #: Bytes every rank writes to, and reads from, every other.
 PROOF_NBYTES = 1 << 20
+
+
+class Paths(Protocol):
+    """How a transport moves bytes between its own memory and the same place in a peer's, and raises words there."""
+
+    def push(self, peer: int, dst: int, src: int, nbytes: int, stream: int) -> None: ...
+    def pull(self, peer: int, dst: int, src: int, nbytes: int, stream: int) -> None: ...
+    def raise_words(self, peer: int, address: int, stream: int) -> None:
+        """Enqueue: make the two words at ``address`` one, each in one of the transport's ways."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +36,8 @@ class Prover:
     driver: Driver
     kernels: Kernels
     watch: Watch
-    link: HostLink
+    paths: Paths
+    link: Link
     token: bytes
     patience_s: float
 
@@ -78,21 +88,20 @@ class Prover:
         at = rank * PROOF_NBYTES
         for peer, base in enumerate(inbox.bases):
             if peer != rank:
-                self.driver.copy(base + at, inbox.bases[rank] + at, PROOF_NBYTES, stream)
-            self.driver.write_value(words.raise_at[peer], 1, stream)
-            self.kernels.raise_slot(words.raise_at[peer] + 8, 1, 0, stream)
+                self.paths.push(peer, base + at, inbox.bases[rank] + at, PROOF_NBYTES, stream)
+            self.paths.raise_words(peer, words.raise_at[peer], stream)
             self._settle(f"writing to rank {peer}")
 
     def _compare(self, inbox: MappedBuffer, words: DeviceSlots) -> None:
         own, spare = inbox.bases[self.link.rank], inbox.bases[self.link.rank] + self.link.size * PROOF_NBYTES
         bad = []
         for peer, base in enumerate(inbox.bases):
-            if base == own:
+            if peer == self.link.rank:
                 continue
             expected, at = self._pattern(peer), peer * PROOF_NBYTES
             if self.watch.read_bytes(own + at, PROOF_NBYTES) != expected:
                 bad.append(f"bytes that rank {peer} wrote here differ from what it sent")
-            self.driver.copy(spare, base + at, PROOF_NBYTES, self.watch.stream)
+            self.paths.pull(peer, spare, base + at, PROOF_NBYTES, self.watch.stream)
             self._settle(f"reading from rank {peer}")
             if self.watch.read_bytes(spare, PROOF_NBYTES) != expected:
                 bad.append(f"bytes read from rank {peer} differ from what it holds")

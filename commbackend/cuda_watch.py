@@ -17,13 +17,13 @@ import weakref
 from collections import deque
 from typing import NamedTuple, Protocol
 
-from .contract import POISON
+from .contract import POISON, Word
 from .copy_kernels import REPORT_WORDS, TIMED_OUT
 from .cuda_driver import Driver
 from .cuda_slots import DeviceSlots
 from .errors import CommAborted, CommBackendError, CommTimeout
 
-__all__ = ["POISON_NBYTES", "PendingWait", "Watch"]
+__all__ = ["POISON_NBYTES", "PendingWaits", "Watch"]
 
 log = logging.getLogger("commbackend")
 
@@ -43,12 +43,13 @@ _LATER_AT, _LATER_NBYTES = POISON_NBYTES + 4096, 8192
 _PINNED_NBYTES = _LATER_AT + (_MOST_STREAMS - 1) * _LATER_NBYTES
 
 
-class PendingWait(NamedTuple):
-    """A wait on a stream that may not have ended yet. Times are of ``time.monotonic()``."""
+class PendingWaits(NamedTuple):
+    """Waits of one batch on a stream that may not have ended yet, each for ``value`` plus its delta. Times are of
+    ``time.monotonic()``.
+    """
 
     table: DeviceSlots
-    peer: int
-    word: int
+    words: tuple[Word, ...]
     value: int
     started: float
     deadline: float
@@ -80,9 +81,9 @@ class Watch:
         self._failed_at = 0.0
         #: Tables by the index their tags carry.
         self.tables: dict[int, DeviceSlots] = {}
-        self.pending: deque[PendingWait] = deque()
+        self.pending: deque[PendingWaits] = deque()
         self._bell, self._stopping, self._reading = threading.Event(), False, threading.Lock()
-        self._warned: set[PendingWait] = set()
+        self._warned: set[PendingWaits] = set()
         self._complained = False
         self._streams: list[int] = []
         self._page = 0
@@ -238,27 +239,40 @@ class Watch:
             except CommTimeout:
                 seen[table] = [-1] * (table.words * table.size)
         now = time.monotonic()
-        left: list[PendingWait] = []
+        left: list[PendingWaits] = []
         for _ in range(len(self.pending)):  # what is appended meanwhile is looked at next time
-            wait = self.pending.popleft()
-            value = seen.get(wait.table, [])
-            found = value[wait.peer * wait.table.words + wait.word] if value else -1
-            if found < wait.value:
-                left.append(wait)
-                if now >= wait.deadline + (_UNKNOWN_S if found < 0 else 0):
-                    owner.abort(*self._late(wait, found, now))
-                elif now - wait.started > (wait.deadline - wait.started) / 10 and wait not in self._warned:
-                    self._warned.add(wait)
-                    log.warning("commbackend: %s", self._late(wait, found, now)[0])
+            waits = self.pending.popleft()
+            values = seen.get(waits.table, [])
+            missing = self._missing(waits, values)
+            if missing is None:
+                continue
+            word, found = missing
+            left.append(waits)
+            oldest = len(left) == 1  # later ones are late because of it
+            if now >= waits.deadline + (_UNKNOWN_S if found < 0 else 0):
+                owner.abort(*self._late(waits, word, found, now))
+            elif oldest and waits not in self._warned and now - waits.started > (waits.deadline - waits.started) / 10:
+                self._warned.add(waits)
+                log.warning("commbackend: %s", self._late(waits, word, found, now)[0])
         self.pending.extendleft(reversed(left))
         self._warned.intersection_update(left)
 
-    def _late(self, wait: PendingWait, seen: int, now: float) -> tuple[str, CommTimeout]:
+    @staticmethod
+    def _missing(waits: PendingWaits, values: list[int]) -> tuple[Word, int] | None:
+        """The first word that is not there yet, with its value now (-1: unknown); None if all are."""
+        for word in waits.words:
+            found = values[word.peer * waits.table.words + word.word] if values else -1
+            if found < waits.value + word.delta:
+                return word, found
+        return None
+
+    def _late(self, waits: PendingWaits, word: Word, seen: int, now: float) -> tuple[str, CommTimeout]:
+        peer, wanted = word.peer, waits.value + word.delta
         message = (
-            f"rank {self._rank} has waited {now - wait.started:.3f} s for rank {wait.peer} in {wait.op or 'a call'}"
-            f" (call {wait.seq}): word {wait.word} is {seen}, wanted {wait.value}"
+            f"rank {self._rank} has waited {now - waits.started:.3f} s for rank {peer} in {waits.op or 'a call'}"
+            f" (call {waits.seq}): word {word.word} is {seen}, wanted {wanted}"
         )
-        return message, CommTimeout(message, rank=wait.peer, op=wait.op, seq=wait.seq, wanted=wait.value, seen=seen)
+        return message, CommTimeout(message, rank=peer, op=waits.op, seq=waits.seq, wanted=wanted, seen=seen)
 
     @property
     def reported(self) -> bool:
@@ -272,7 +286,10 @@ class Watch:
         if state != TIMED_OUT:
             text = f"rank {self._rank}: word {word} of rank {peer} was poisoned (wanted {wanted})"
             return text, CommAborted(text, rank=peer)
-        call = next((p for p in list(self.pending) if (p.peer, p.word, p.value) == (peer, word, wanted)), None)
+        key = peer, word, wanted
+        call = next(
+            (p for p in list(self.pending) for w in p.words if (w.peer, w.word, p.value + w.delta) == key), None
+        )
         op, seq = (call.op, call.seq) if call else ("", -1)
         text = (
             f"rank {self._rank} waited in a kernel for rank {peer} in {op or 'a call'} (call {seq}) until the deadline:"

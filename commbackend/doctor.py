@@ -1,6 +1,7 @@
 """``commbackend doctor``: what works here, what does not and why, with the sizes, versions and settings that matter.
 
-Under torchrun, mpirun or srun every rank looks at its own process; rank 0 prints one report.
+Under torchrun, mpirun or srun every rank looks at its own process, all try the transports on each other, and rank 0
+prints one report, with a map of the ranks.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ import resource
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import __version__, registry
-from .config import launcher, resolve, settings, unknown_variables
+from . import __version__, flight, reach, registry
+from .config import Config, launcher, resolve, settings, unknown_variables
 from .errors import CommBackendError, ConfigError, Unavailable
+from .group import resolve_group
+from .topology import Topology, survey
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["examine", "main", "show_versions", "versions"]
 
@@ -37,6 +44,8 @@ _DISTRIBUTIONS = {
 }
 
 Report = dict[str, Any]
+#: Dialects of launchers that start MPI jobs.
+MPI_LAUNCHERS = ("openmpi", "pmi")
 
 
 def examine() -> Report:
@@ -47,7 +56,12 @@ def examine() -> Report:
     """
     launch = launcher()
     report: Report = {
-        "launch": {"dialect": launch.dialect, "rank": launch.rank, "size": launch.size},
+        "launch": {
+            "dialect": launch.dialect,
+            "rank": launch.rank,
+            "size": launch.size,
+            "local_rank": launch.local_rank,
+        },
         "host": socket.gethostname(),
         "transports": _probe_all("transport"),
         "gemm": _probe_all("gemm"),
@@ -182,45 +196,96 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="commbackend doctor", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="how long to wait for other ranks (default 60)")
+    parser.add_argument("--pid", type=int, help="print, as JSON, what process PID and its peers here are doing")
     args = parser.parse_args(argv)
-    reports, hosts, problem = _gather(examine(), args.timeout_s)
+    if args.pid is not None:
+        print(json.dumps(flight.observe(args.pid), indent=2))
+        return 0
+    reports, world = _gather(examine(), args.timeout_s)
     if not reports:
         return 0  # rank 0 prints
     usable = [n for n in reports[0]["transports"] if all(r["transports"][n]["usable"] for r in reports)]
     if args.json:
-        print(json.dumps({"ranks": reports, "hosts": hosts, "usable": usable, "problem": problem}, indent=2))
+        about = {"ranks": reports, "hosts": world.where.hosts, "domains": world.where.domains, "usable": usable}
+        maps = {device: reach.as_json(found) for device, found in world.pairs.items()}
+        print(json.dumps({**about, "pairs": maps, "problem": world.problem}, indent=2))
     else:
-        print("\n".join(_render(reports, hosts, problem)))
-    return 0 if usable and not problem and not any(r["config_error"] for r in reports) else 1
+        print("\n".join(_render(reports, world)))
+    return 0 if usable and not world.problem and not any(r["config_error"] for r in reports) else 1
 
 
-def _gather(report: Report, timeout_s: float) -> tuple[list[Report], list[int], str]:
-    """Return all ranks' reports (rank 0; none elsewhere), the proven host of every rank, and what went wrong."""
-    if report["launch"]["size"] == 1:
-        return [report], [0], ""
-    from . import topology
-    from .config import Config
-    from .group import resolve_group
+@dataclass(frozen=True)
+class World:
+    """What the ranks found out together: where they are, device type -> which pairs connect, and what went wrong."""
 
-    rank = report["launch"]["rank"]
+    where: Topology
+    pairs: dict[str, dict[tuple[int, int], reach.Verdict]] = field(default_factory=dict)
+    problem: str = ""
+
+
+def _gather(report: Report, timeout_s: float) -> tuple[list[Report], World]:
+    """Return all ranks' reports (rank 0; none elsewhere) and what they found out together. Collective."""
+    launch = report["launch"]
+    if launch["size"] == 1:
+        return [report], World(Topology((0,)))
     try:
-        group = resolve_group(None, name="doctor", config=Config(init_timeout_s=timeout_s))
+        # No transport is chosen, so the settings about that do not count here.
+        group = resolve_group(_meeting(launch["dialect"]), name="doctor", config=Config(init_timeout_s=timeout_s))
         reports = [json.loads(raw) for raw in group.exchange(json.dumps(report).encode(), timeout_s=timeout_s)]
-        hosts = list(topology.survey(group, timeout_s=timeout_s).hosts)
+        devices = _devices(reports, group.rank)
+        where = survey(group, device=devices[-1], timeout_s=timeout_s)
+        found = {d.type: reach.pairs(group, d, _probes(reports), where, Config(), timeout_s) for d in devices}
         group.close()
     except CommBackendError as e:
-        return ([report], [0], str(e)) if rank == 0 else ([], [], "")
-    return (reports, hosts, "") if rank == 0 else ([], [], "")
+        return ([report], World(Topology((0,)), problem=str(e))) if launch["rank"] == 0 else ([], World(Topology((0,))))
+    return (reports, World(where, found)) if launch["rank"] == 0 else ([], World(where))
 
 
-def _render(reports: list[Report], hosts: list[int], problem: str) -> list[str]:
+def _meeting(dialect: str) -> Any:
+    """Where the ranks meet: MPI's world in an MPI job whose mpi4py works, else the place that the launcher names."""
+    if dialect not in MPI_LAUNCHERS:
+        return None
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError, OSError):
+        return None
+    return MPI.COMM_WORLD if MPI.COMM_WORLD.Get_size() > 1 else None
+
+
+def _devices(reports: list[Report], rank: int) -> list[torch.device]:
+    """The CPU, and this rank's GPU where every rank has one."""
+    import torch
+
+    devices = [torch.device("cpu")]
+    if all(r["gpus"] for r in reports):
+        local = max(reports[rank]["launch"]["local_rank"], 0)
+        devices.append(torch.device("cuda", local % len(reports[rank]["gpus"])))
+        torch.cuda.set_device(devices[-1])
+    return devices
+
+
+def _probes(reports: list[Report]) -> list[dict[str, str]]:
+    """For every rank, transport -> why it cannot use it, or ""."""
+    found = []
+    for report in reports:
+        reasons = {n: "" if t["usable"] else t["reason"] for n, t in report["transports"].items()}
+        # Connecting it would start MPI, which outside an MPI job may end the process.
+        if not reasons.get("mpi") and report["launch"]["dialect"] not in MPI_LAUNCHERS:
+            reasons["mpi"] = f"the launcher ({report['launch']['dialect']}) is not MPI's"
+        found.append(reasons)
+    return found
+
+
+def _render(reports: list[Report], world: World) -> list[str]:
     first = reports[0]
     out = [f"commbackend {__version__}: {len(reports)} rank{'s' if len(reports) > 1 else ''}"]
-    if problem:
-        out += ["", f"The other ranks were not reached: {problem}"]
+    if world.problem:
+        out += ["", f"The other ranks were not reached: {world.problem}"]
     if len(reports) > 1:
-        rows = [[str(r), str(h), reports[r]["host"], _gpu_names(reports[r])] for r, h in enumerate(hosts)]
-        out += ["", "Ranks (hosts as proven by reaching each other)", *_table(["rank", "host", "name", "gpus"], rows)]
+        out += _places(reports, world.where)
+    for device, found in world.pairs.items():
+        out += ["", f"Map for {device} tensors: the fastest transport that connects each pair, as tried"]
+        out += reach.draw(found, world.where.hosts)
     for kind, title in (("transports", "Transports"), ("gemm", "GEMM providers")):
         out += ["", title, *_table(["name", "for", "usable", "reason"], _verdicts(reports, kind))]
     sizes = first["sizes"]
@@ -243,6 +308,18 @@ def _render(reports: list[Report], hosts: list[int], problem: str) -> list[str]:
         out += [f"  rank {rank}: unknown variable {v}{hint}" for v, hint in report["unknown_variables"].items()]
         out += [f"  rank {rank}: {report['config_error']}"] if report["config_error"] else []
     return out
+
+
+def _places(reports: list[Report], where: Topology) -> list[str]:
+    head = ["rank", "host", "NVLink domain", "name", "GPU used", "GPUs seen"]
+    rows = []
+    for rank, report in enumerate(reports):
+        gpu = where.places[rank].gpu if where.places else ""
+        domain = str(where.domains[rank]) if gpu else "-"
+        rows.append([str(rank), str(where.hosts[rank]), domain, report["host"], gpu or "-", _gpu_names(report) or "-"])
+    out = ["", "Ranks (hosts as proven by reaching each other)", *_table(head, rows)]
+    shared = where.sharing().items()
+    return [*out, *(f"  ranks {', '.join(map(str, ranks))} use one GPU: {gpu}" for gpu, ranks in shared)]
 
 
 def _verdicts(reports: list[Report], kind: str) -> list[list[str]]:

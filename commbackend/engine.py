@@ -9,15 +9,26 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .binding import ALIGN, Binder, Bound
 from .contract import Collective as CollectiveRole
-from .contract import GemmKernel, GemmProblem, GemmProvider, OneSided, SumKernel, SumProvider, SymBuffer, Transport
+from .contract import (
+    GemmKernel,
+    GemmProblem,
+    GemmProvider,
+    OneSided,
+    Prepares,
+    SumKernel,
+    SumProvider,
+    SymBuffer,
+    Transport,
+)
 from .errors import CollectiveMismatch, CommBackendError, Unsupported
+from .exchange import Exchanger, exchanges
 from .lanes import HostLanes, Recorder
 from .plan import (
     SLOTS_PER_RANK,
@@ -27,6 +38,8 @@ from .plan import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .flight import Flight
+    from .metrics import Meter
     from .streams import StreamLanes
 
 __all__ = ["Call", "Engine", "mismatch_text"]
@@ -42,7 +55,9 @@ _NO_STREAMS: tuple[None, ...] = (None,) * 16
 class Call:
     """One execution of a bound program: what its steps need to know."""
 
-    __slots__ = ("_engine", "checked", "deadline", "half", "number", "record", "seq", "streams", "tensors")
+    __slots__ = (
+        "_engine", "captured", "checked", "deadline", "half", "marks", "number", "record", "seq", "streams", "tensors",
+    )  # fmt: skip
 
     def __init__(self, engine: Engine, seq: int, deadline: float, record: bytes, tensors: Mapping[str, Tensor]) -> None:
         self._engine, self.seq, self.half, self.deadline = engine, seq, seq % 2, deadline
@@ -52,6 +67,10 @@ class Call:
         self.checked: set[int] = set()
         #: One a lane: a cudaStream_t, or None where lanes are threads.
         self.streams: tuple[int | None, ...] = _NO_STREAMS
+        #: Whether a CUDA graph is capturing this call.
+        self.captured = False
+        #: Where every lane notes the number of the step it is in.
+        self.marks = engine.marks
 
     def check(self, peer: int) -> None:
         """Compare ``peer``'s record of this call with ours, once. Raises CollectiveMismatch."""
@@ -91,15 +110,22 @@ class Engine:
         self._heap: SymBuffer | None = None
         self._scratch: Tensor | None = None
         self._kernels: dict[GemmProblem, GemmKernel] = {}
+        #: All-reduces by one kernel.
+        self.exchanger = Exchanger(transport, self._providers)
         #: Whether calls are enqueued on streams, so that the host must not wait for peers within one.
         self.deferred = transport.caps.stream_ordered
-        self._lanes: HostLanes | StreamLanes
+        self._peers = transport.partners
+        self.lanes: HostLanes | StreamLanes
+        #: Whether the caller's stream is being captured in a CUDA graph.
+        self.capturing: Callable[[], bool] = bool  # never, on a host
+        self._prepares = transport if isinstance(transport, Prepares) else None
         if transport.caps.stream_ordered:
             from .streams import StreamLanes
 
-            self._lanes = StreamLanes(device)
+            self.lanes = StreamLanes(device)
+            self.capturing = self.lanes.capturing
         else:
-            self._lanes = HostLanes(name)
+            self.lanes = HostLanes(name)
         #: SMs a kernel may take; 0: its own choice.
         self.sm_limit = 0
         if transport.caps.sharing > 1 and device.type == "cuda":
@@ -112,12 +138,22 @@ class Engine:
         # Calls on streams whose records have not been compared with the peers' yet.
         self._unchecked: deque[Call] = deque()
         self.recorder: Recorder | None = None
+        #: The flight record, set by the communicator; and where lanes note their steps.
+        self.flight: Flight | None = None
+        #: Times products and waits, set by the communicator.
+        self.meter: Meter | None = None
+        self.marks: Any = [0] * len(_NO_STREAMS)
+
+    def forget_flight(self) -> None:
+        """Write no more to the flight record, which is about to close. Local."""
+        self.flight, self.marks = None, [0] * len(_NO_STREAMS)
 
     # -- memory --------------------------------------------------------------------------------------------------------
     def fits(self, program: Program) -> bool:
         """Whether ``program`` runs without growing the heap. Local."""
         # A heap buffer without rows needs no bytes, but still an address.
         there = self._heap is not None or all(b.space != "heap" for b in program.buffers)
+        there = there and (self.exchanger.ready or not exchanges(program))
         return there and program.heap_nbytes(ALIGN) <= self.half_nbytes
 
     def grow(self, half_nbytes: int) -> None:
@@ -136,7 +172,7 @@ class Engine:
     def symmetric_nbytes(self) -> int:
         """Bytes of symmetric memory held now."""
         slots = 8 * SLOTS_PER_RANK * self.size if self._slots is not None else 0
-        return slots + (self._heap.nbytes if self._heap is not None else 0)
+        return slots + self.exchanger.nbytes + (self._heap.nbytes if self._heap is not None else 0)
 
     def reserve_scratch(self, nbytes: int) -> None:
         """Make the private scratch hold ``nbytes``. Local. Invalidates bound programs when it grows."""
@@ -152,18 +188,18 @@ class Engine:
     # -- running -------------------------------------------------------------------------------------------------------
     def run(self, bound: Bound, tensors: Mapping[str, Tensor], record: bytes, timeout_s: float) -> None:
         """Execute one call, whose record ``enter`` has published."""
-        self.seq += 1
+        self.seq += bound.counted
         call = Call(self, self.seq, time.monotonic() + timeout_s, record, tensors)
+        if self.flight is not None and not self.deferred:
+            self.flight.begin(bound)
         try:
-            with torch.no_grad():
-                self._lanes.run(bound.steps, bound.lanes, call, self.recorder)
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    self.lanes.run(bound, call, self.recorder)
+            else:
+                self.lanes.run(bound, call, self.recorder)
             if self.deferred:
-                for provider in self._providers:
-                    provider.check(self.transport.op)
-                for name in bound.outputs:
-                    self.transport.guard(tensors[name], call.streams[0])
-                call.tensors = {}
-                self._unchecked.append(call)
+                self._leave(bound, call)
             else:
                 self._check_all(call)
         except BaseException as e:
@@ -172,23 +208,57 @@ class Engine:
             self.fail(e)
             raise
 
+    def _leave(self, bound: Bound, call: Call) -> None:
+        """The end of a call on streams: guards of its outputs; its records are compared later."""
+        for provider in self._providers:
+            provider.check(self.transport.op)
+        start = time.monotonic_ns() if self.recorder is not None else 0
+        self.guard(bound, call)
+        if self.recorder is not None:
+            self.recorder("guard", 0, start, time.monotonic_ns())
+        call.tensors = {}
+        if self.size > 1:
+            self._unchecked.append(call)
+
+    def guard(self, bound: Bound, call: Call) -> None:
+        """Enqueue, for every output, what fills it with NaN if the transport has failed by then."""
+        stream, prepares = call.streams[0], self._prepares
+        for name in bound.outputs:
+            t = call.tensors[name]
+            if prepares is None or stream is None:
+                self.transport.guard(t, stream)
+                continue
+            key = t.shape, t.stride(), t.dtype
+            found = bound.guards.get(key)
+            if found is None:
+                found = bound.guards[key] = prepares.prepare_guard(t.shape, t.stride(), t.element_size())
+            found(t.data_ptr(), stream)
+
     def enter(self, op: str, record: bytes) -> int:
         """Begin the next call: give it its number and publish its record. Returns the number.
 
         On streams the records of a call are compared when the call after the next begins: the host may run ahead of its
         peers' hosts by two calls, and a disagreement surfaces there.
         """
+        start = time.monotonic_ns() if self.recorder is not None else 0
         self.settle(self.number)
         self.number += 1
         self.transport.op, self.transport.seq = op, self.number
         if self.size > 1:
             self.transport.post(self.number, record)
+        if self.flight is not None:
+            self.flight.enter(self.number, record)
+        if self.recorder is not None and self.deferred:
+            self.recorder("enter", 0, start, time.monotonic_ns())
         return self.number
 
     def agree_all(self, record: bytes, timeout_s: float) -> None:
         """Compare every peer's record of the present call with ours, before a step that all must take together."""
         try:
-            self._check_all(Call(self, self.seq, time.monotonic() + timeout_s, record, {}))
+            call = Call(self, self.seq, time.monotonic() + timeout_s, record, {})
+            self._check_all(call)
+            if len(self._peers) < self.size - 1:  # the others are compared by others: wait until that is done
+                self.transport.barrier(call.deadline)
         except BaseException as e:
             self.fail(e)
             raise
@@ -200,7 +270,10 @@ class Engine:
         """
         while self._unchecked and self._unchecked[0].number < before:
             call = self._unchecked.popleft()
-            # The host may have been busy elsewhere for long: what counts is how long it waits here.
+            # By now the records are there, and the same; else what counts is how long the host waits here, since it may
+            # have been busy elsewhere for long.
+            if all(self.transport.peek(peer, call.number) == call.record for peer in self._peers):
+                continue
             call.deadline = time.monotonic() + self.transport.timeout_s
             try:
                 self._check_all(call)
@@ -209,8 +282,8 @@ class Engine:
                 raise
 
     def _check_all(self, call: Call) -> None:
-        for peer in range(self.size):
-            if peer != self.rank and peer not in call.checked:
+        for peer in self._peers:
+            if peer not in call.checked:
                 self.agree(call, peer)
                 call.checked.add(peer)
 
@@ -239,7 +312,8 @@ class Engine:
 
     def close(self, *, healthy: bool) -> None:
         """Give back heap and slots (collective when healthy) and end the worker threads."""
-        self._lanes.close()
+        self.lanes.close()
+        self.exchanger.close()
         if not healthy:
             self._unchecked.clear()
         if self._heap is not None:
@@ -258,7 +332,17 @@ class Engine:
             Unsupported: No GEMM provider serves one of its products; the reasons are listed.
         """
         self.reserve_scratch(program.scratch_nbytes(ALIGN))
+        if self._prepares is not None and self._slots is not None and not self.epoch:
+            from .stream_binding import StreamBinder
+
+            return StreamBinder(self, program).bound()
         return Binder(self, program).bound()
+
+    def show_ranges(self) -> None:
+        """Make every step of calls on streams an NVTX range."""
+        if isinstance(self.lanes, HostLanes):
+            return
+        self.lanes.ranges = torch.cuda.nvtx
 
     def kernel(self, problem: GemmProblem) -> GemmKernel:
         """Return the prepared kernel for ``problem`` from the first provider that supports it."""
@@ -279,7 +363,9 @@ class Engine:
 
     def polls(self, dtype: str) -> bool:
         """Whether some provider multiplies ``dtype`` in kernels that poll flags."""
-        problem = GemmProblem(128, 128, 128, dtype, dtype, self.device.type, polls=True)
+        scaled = dtype.startswith("float8")
+        result = "bfloat16" if scaled else dtype
+        problem = GemmProblem(128, 128, 128, dtype, result, self.device.type, polls=True, scales=scaled)
         return any(p.supports(problem) is None for p in self._providers)
 
     def prepared(self, problem: GemmProblem) -> GemmKernel | None:

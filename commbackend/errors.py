@@ -83,6 +83,7 @@ class _FaultError(CommBackendError):
         rank: The peer the fault is about, or -1 when it is not about one peer.
         op: Name of the call that was running, or "".
         seq: Sequence number of that call on its communicator, or -1.
+        explained: Whether the message says already what the flight record knows, here or at the rank it came from.
     """
 
     def __init__(self, message: str, *, rank: int = -1, op: str = "", seq: int = -1) -> None:
@@ -90,6 +91,7 @@ class _FaultError(CommBackendError):
         self.rank = rank
         self.op = op
         self.seq = seq
+        self.explained = False
 
 
 class CommTimeout(_FaultError, TimeoutError):
@@ -130,12 +132,14 @@ class CommAborted(_FaultError):
     """The communicator was aborted, here or by a peer; the message carries the first cause."""
 
 
-# The wire form of a fault: a fixed struct and text that is only ever shown. Kinds are numbered for good.
+# The wire form of a fault: a fixed struct, the late ranks, and text that is only shown. Kinds are numbered for good.
 _KINDS: tuple[type[_FaultError], ...] = (CommAborted, CommTimeout, PeerDied, CollectiveMismatch)
-_FAULT = struct.Struct("<4sBiqqqH")
-_MAGIC = b"cbF1"
+_FAULT = struct.Struct("<4sBxHiqqqH")
+_RANK = struct.Struct("<i")
+_MAGIC = b"cbF2"
+_MOST_LATE = 64
 #: Bytes of a packed fault, always.
-FAULT_NBYTES = 512
+FAULT_NBYTES = 2048
 
 
 def pack_fault(fault: CommBackendError) -> bytes:
@@ -143,20 +147,27 @@ def pack_fault(fault: CommBackendError) -> bytes:
     kind = next((i for i, c in enumerate(_KINDS) if type(fault) is c), 0)
     rank, seq = int(getattr(fault, "rank", -1)), int(getattr(fault, "seq", -1))
     wanted, seen = int(getattr(fault, "wanted", -1)), int(getattr(fault, "seen", -1))
+    late = b"".join(_RANK.pack(r) for r in getattr(fault, "waiting_for", ())[:_MOST_LATE])
     text = str(fault) if kind or isinstance(fault, CommAborted) else f"{type(fault).__name__}: {fault}"
-    raw = text.encode("utf-8", "replace")[: FAULT_NBYTES - _FAULT.size]
-    return (_FAULT.pack(_MAGIC, kind, rank, seq, wanted, seen, len(raw)) + raw).ljust(FAULT_NBYTES, b"\0")
+    raw = text.encode("utf-8", "replace")[: FAULT_NBYTES - _FAULT.size - len(late)]
+    head = _FAULT.pack(_MAGIC, kind, len(late) // _RANK.size, rank, seq, wanted, seen, len(raw))
+    return (head + late + raw).ljust(FAULT_NBYTES, b"\0")
 
 
 def unpack_fault(raw: bytes, *, op: str = "") -> CommBackendError | None:
     """Return the fault that ``pack_fault`` packed, or None if ``raw`` is not one (empty, torn or hostile bytes)."""
     if len(raw) < FAULT_NBYTES or raw[:4] != _MAGIC:
         return None
-    _, kind, rank, seq, wanted, seen, length = _FAULT.unpack_from(raw)
-    if kind >= len(_KINDS) or length > FAULT_NBYTES - _FAULT.size:
+    _, kind, count, rank, seq, wanted, seen, length = _FAULT.unpack_from(raw)
+    start = _FAULT.size + count * _RANK.size
+    if kind >= len(_KINDS) or count > _MOST_LATE or start + length > FAULT_NBYTES:
         return None
-    text = raw[_FAULT.size : _FAULT.size + length].decode("utf-8", "replace")
+    text = raw[start : start + length].decode("utf-8", "replace")
+    late = [r for (r,) in _RANK.iter_unpack(raw[_FAULT.size : start])]
+    fault: _FaultError
     if _KINDS[kind] is CommTimeout:
-        return CommTimeout(text, rank=rank, op=op, seq=seq, wanted=wanted, seen=seen)
-    fault: CommBackendError = _KINDS[kind](text, rank=rank, op=op, seq=seq)
+        fault = CommTimeout(text, rank=rank, op=op, seq=seq, waiting_for=late, wanted=wanted, seen=seen)
+    else:
+        fault = _KINDS[kind](text, rank=rank, op=op, seq=seq)
+    fault.explained = True
     return fault

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from .errors import ConfigError, Unsupported
 from .layout import Cut, empty, matrix
-from .plan import Problem
+from .plan import interned_problem
 from .unfused import execute
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Call",
     "Grads",
+    "Scales",
     "WgradSink",
     "bias_grads",
     "bias_rows",
@@ -35,6 +36,7 @@ __all__ = [
     "name",
     "own",
     "save",
+    "scaled",
     "scattered_bias_grad",
     "whole_grads",
     "without_autocast",
@@ -42,6 +44,28 @@ __all__ = [
 
 WgradSink: TypeAlias = "Callable[[Tensor, Tensor], None] | str | None"
 Grads: TypeAlias = "tuple[Tensor | None, ...]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scales:
+    """Scales of fp8 operands, in float32: one element, or one a row of ``x`` (of each weight)."""
+
+    a: Tensor
+    b: tuple[Tensor, ...]
+    out_dtype: torch.dtype
+
+    def by_row(self) -> bool:
+        """Whether some operand has a scale a row: then all are given one, as cuBLAS wants it."""
+        return any(s.numel() != 1 for s in (self.a, *self.b))
+
+    def tensors(self, a: Tensor, rows: int, features: Sequence[int]) -> dict[str, Tensor]:
+        """The scale buffers of a call whose ``rows`` rows have the scales ``a``."""
+        if not self.by_row():
+            return {"scale_a": a.view(1, 1), **{f"scale_b{i}": s.view(1, 1) for i, s in enumerate(self.b)}}
+        found = {"scale_a": a.reshape(1, -1).expand(1, rows).contiguous()}
+        for i, (s, n) in enumerate(zip(self.b, features, strict=True)):
+            found[f"scale_b{i}"] = s.reshape(1, -1).expand(1, n).contiguous()
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +81,8 @@ class Call:
         save_gathered, return_gathered: As the op's arguments.
         reduce: The gradient of a replicated input is summed over ranks.
         recording: Autograd was on when the op was called.
+        scales: Of fp8 operands.
+        eps: Of the norm that follows.
     """
 
     op: str
@@ -69,11 +95,26 @@ class Call:
     return_gathered: bool = False
     reduce: bool = True
     recording: bool = True
+    scales: Scales | None = None
+    eps: float = 0.0
+    #: The layer whose forward made the call: its backward runs under the same name.
+    layer: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer", self.comm.layer_name)
 
 
+@functools.cache
 def name(dtype: torch.dtype) -> str:
     """The dtype's name in a Problem."""
     return str(dtype).removeprefix("torch.")
+
+
+def scaled(call: Call) -> tuple[str, str]:
+    """The fields of a Problem that say what fp8 operands become: type of the results, and what has a scale."""
+    if call.scales is None:
+        return "", ""
+    return name(call.scales.out_dtype), "row" if call.scales.by_row() else "tensor"
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -105,7 +146,8 @@ def first_order(backward: Callable[..., Grads]) -> Callable[..., Grads]:
     def run(ctx: Any, *grads: Tensor | None) -> Grads:
         # Read once: a checkpoint's hooks recompute saved tensors for one read only.
         saved = ctx.saved_tensors
-        with torch.no_grad(), without_autocast(ctx.call.comm.device):
+        comm = ctx.call.comm
+        with torch.no_grad(), without_autocast(comm.device), comm.layer(ctx.call.layer, "backward"):
             out = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():
             return out
@@ -187,7 +229,7 @@ def _dgrad_call(call: Call, op: str, cut: Cut, tensors: dict[str, Tensor], count
         flags = tuple(flag for flag, here in present.items() if here)
         k = tensors["dx" if "dx" in tensors else "x"].shape[1]
         n = tuple(dy.shape[1] for dy in dys)
-        execute(call.comm, Problem(op, cut.rows, cut.blocks, k, n, name(dys[0].dtype), False, flags), tensors)
+        execute(call.comm, interned_problem(op, cut.rows, cut.blocks, k, n, name(dys[0].dtype), False, flags), tensors)
         return
     if "dx" in tensors:
         torch.mm(dys[0], tensors["w0"], out=tensors["dx"])
@@ -214,11 +256,13 @@ def gather_grads(
             flags = ("wgrad",)
         n = (b.shape[1],)
         execute(
-            call.comm, Problem("all_gather_matmul", cut.rows, cut.blocks, dy.shape[1], n, dtype, False, flags), tensors
+            call.comm,
+            interned_problem("all_gather_matmul", cut.rows, cut.blocks, dy.shape[1], n, dtype, False, flags),
+            tensors,
         )
     elif db is not None and a is not None:
         gathered = empty((a.shape[0], dy.shape[1]), dy)
-        problem = Problem("all_gather", cut.rows, cut.blocks, dy.shape[1], dtype=dtype)
+        problem = interned_problem("all_gather", cut.rows, cut.blocks, dy.shape[1], dtype=dtype)
         execute(call.comm, problem, {"x": dy, "out": gathered})
         torch.mm(gathered.t(), a, out=db)
 
@@ -249,7 +293,11 @@ def _sink(call: Call, weight: Tensor, dw: Tensor) -> Tensor | None:
     if callable(call.wgrad):
         call.wgrad(weight, dw)
         return None
-    main_grad(call.op, weight).add_(dw)
+    home, added = main_grad(call.op, weight), getattr(weight, "grad_added_to_main_grad", False)
+    if getattr(weight, "overwrite_main_grad", False) and not added:
+        home.copy_(dw)  # what the buffer holds is no gradient; the second use of a weight in one backward adds
+    else:
+        home.add_(dw)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     # A framework's hook on the parameter runs only if autograd delivers something; the flag tells it to ignore the

@@ -50,6 +50,8 @@ class GraphEngine(Engine):
         """Hold what the eager engine's calls have needed so far. Collective."""
         self.grow(max(self._eager.half_nbytes, 1))
         self.reserve_scratch(self._eager.scratch_nbytes)
+        if self._eager.exchanger.ready:
+            self.exchanger.open()
 
     def kernel(self, problem: GemmProblem) -> GemmKernel:
         """As the eager engine has prepared it: nothing may be compiled within a capture."""
@@ -68,13 +70,14 @@ class GraphEngine(Engine):
         # In a capture the host may wait for its peers' hosts: all of them capture the same call now.
         self._eager.agree_all(record, timeout_s)
         call = Call(self, 0, time.monotonic() + timeout_s, record, tensors)
+        call.captured = True
         current = torch.cuda.current_stream(self.device).cuda_stream
         try:
-            self._capture.advance(self.epoch, current)
+            if bound.counted:
+                self._capture.advance(self.epoch, current)
             with torch.no_grad(), self._capture.epochs(self.epoch):
-                self._lanes.run(bound.steps, bound.lanes, call, None)
-            for name in bound.outputs:
-                self.transport.guard(tensors[name], current)
+                self.lanes.run(bound, call, None)
+            self.guard(bound, call)
         except BaseException as e:
             self.fail(e)
             raise

@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .config import Config, Launch, launcher
-from .errors import CommAborted, CommBackendError, CommTimeout, ConfigError, PeerDied
+from .errors import CommAborted, CommBackendError, CommTimeout, ConfigError, PeerDied, pack_fault, unpack_fault
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -75,6 +75,8 @@ class Group:
         self._round = self._scopes = 0
         self._lock, self._open_lock = threading.Lock(), threading.Lock()
         self._fault: CommBackendError | None = None
+        #: Time (monotonic) at which every step ends, however long its own deadline: set while a communicator is made.
+        self.limit: float | None = None
 
     @classmethod
     def from_store(
@@ -124,8 +126,9 @@ class Group:
         with self._lock, self._store_errors("read the token"):
             store = self.store
             if not self._token:
-                if self._wait(["token"], time.monotonic() + self.timeout_s):
-                    raise self._break("the token", self.timeout_s, [0])
+                budget_s = self._within(self.timeout_s)
+                if self._wait(["token"], time.monotonic() + budget_s):
+                    raise self._break("the token", budget_s, [0])
                 self._token = store.get("token")
         return self._token
 
@@ -135,6 +138,13 @@ class Group:
 
         self._scopes += 1
         return PrefixStore(f"scope{self._scopes}/{label}", self.store)
+
+    def part(self, ranks: Sequence[int], label: str) -> Group:
+        """Return the group of some ``ranks``, this one among them, over a part of the store. Collective in order, as
+        ``scope``; ranks of one part pass the same ``label``, those of different parts different ones.
+        """
+        store, name = self.scope(label), f"{self.name} {label}"
+        return Group.from_store(store, ranks.index(self.rank), len(ranks), timeout_s=self.timeout_s, name=name)
 
     def exchange(self, payload: bytes, *, timeout_s: float | None = None, what: str = "") -> list[bytes]:
         """Return every rank's ``payload``, by rank. Collective.
@@ -152,11 +162,14 @@ class Group:
             if self.size == 1:
                 return [bytes(payload)]
             self._round += 1
-            budget_s = self.timeout_s if timeout_s is None else timeout_s
+            budget_s = self._within(self.timeout_s if timeout_s is None else timeout_s)
             step = what or f"exchange #{self._round}"
             with self._store_errors(step):
                 run = self._collect if self.rank == 0 else self._contribute
                 return run(self._round, bytes(payload), budget_s, step)
+
+    def _within(self, budget_s: float) -> float:
+        return budget_s if self.limit is None else max(min(budget_s, self.limit - time.monotonic()), 0.0)
 
     def barrier(self, *, timeout_s: float | None = None, what: str = "") -> None:
         """Return when all ranks have called it. Collective; raises as ``exchange`` does."""
@@ -236,20 +249,29 @@ class Group:
             f" {self.size} {'have' if len(late) > 1 else 'has'} not come"
         )
         self._fault = fault = CommTimeout(f"rank {self.rank}: {text}", rank=late[0], op=step, waiting_for=late)
-        raw = text.encode("utf-8", "replace")
-        self._set(_FAIL, struct.pack(f"<I{len(late)}I", len(late), *late) + raw)
+        self._set(_FAIL, pack_fault(CommTimeout(text, rank=late[0], op=step, waiting_for=late)))
         return fault
+
+    def fail(self, cause: BaseException) -> None:
+        """Have the others, who wait in an exchange or come to one, raise ``cause`` too. Local, idempotent."""
+        if self.size == 1 or self._store is None or self._fault is not None:
+            return
+        text = f"rank {self.rank} failed in group {self.name!r}: {type(cause).__name__}: {cause}"
+        self._fault = cause if isinstance(cause, CommBackendError) else CommAborted(text, rank=self.rank)
+        told = cause if isinstance(cause, CommTimeout | PeerDied | CommAborted) else CommAborted(text, rank=self.rank)
+        try:
+            if not self._store.check([_FAIL]):
+                self._set(_FAIL, pack_fault(told))
+        except (RuntimeError, OSError) as e:
+            log.debug("commbackend: rank %d cannot tell of its failure: %s", self.rank, e)  # nobody is there to hear
 
     def _told(self) -> CommBackendError:
         """Return the fault that a peer has published."""
         if self._fault is None:
-            raw = self.store.get(_FAIL)
-            count = struct.unpack_from("<I", raw)[0] if len(raw) >= 4 else self.size + 1
-            if count > self.size or len(raw) < 4 + 4 * count:
-                return CommAborted(f"rank {self.rank}: group {self.name!r} failed at another rank")
-            late = struct.unpack_from(f"<{count}I", raw, 4)
-            text = raw[4 + 4 * count :].decode("utf-8", "replace")
-            self._fault = CommTimeout(f"rank {self.rank}: {text}", rank=late[0] if late else -1, waiting_for=late)
+            told = unpack_fault(self.store.get(_FAIL))
+            text = str(told) if told is not None else f"group {self.name!r} failed at another rank"
+            self._fault = told = told or CommAborted(text)
+            told.args = (f"rank {self.rank}: {text}",)
         return self._fault
 
     def _store_errors(self, step: str) -> _StoreErrors:

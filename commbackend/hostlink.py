@@ -87,25 +87,31 @@ class HostLink:
             CommTimeout: A rank did not come.
         """
         deadline = time.monotonic() + timeout_s
-        link = cls(group)
+        link: HostLink | None = None
         try:
-            reason = link._listen()
-            answers = group.exchange(link._name if not reason else b"", timeout_s=timeout_s)
+            try:
+                link = cls(group)
+                reason = link._listen()
+            except OSError as e:  # no descriptor left: the others must hear of it in the exchanges they wait in
+                reason = f"no sockets: {e}"
+            answers = group.exchange(link._name if link is not None and not reason else b"", timeout_s=timeout_s)
             # Every rank listens by now and answers from its own thread, so each dial succeeds or fails at once.
-            for peer in range(link.rank if not reason else 0):
+            for peer in range(group.rank if link is not None and not reason else 0):
+                assert link is not None
                 reason = link._dial(peer, answers[peer], deadline) if answers[peer] else f"rank {peer} cannot listen"
                 if reason:
                     break
             votes = group.exchange(reason.encode()[:400], timeout_s=max(deadline - time.monotonic(), 1.0))
             bad = [f"rank {r}: {v.decode(errors='replace')}" for r, v in enumerate(votes) if v]
-            if bad:
+            if bad or link is None:
                 raise Unavailable(
                     "the ranks of this group are not connected by Unix sockets: " + "; ".join(bad),
                     "they must share a host, a network namespace and a user",
                 )
             link._soon(link._stop_listening)
         except BaseException:
-            link.close(goodbye=False)
+            if link is not None:
+                link.close(goodbye=False)
             raise
         return link
 

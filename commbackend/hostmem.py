@@ -32,7 +32,7 @@ from .errors import (
 )
 from .hostlink import HostLink
 
-__all__ = ["HostBoard", "HostWords", "Segment", "agree", "probe", "room", "share"]
+__all__ = ["HostBoard", "HostWords", "Segment", "agree", "available", "probe", "room", "share"]
 
 log = logging.getLogger("commbackend")
 
@@ -153,7 +153,12 @@ def room() -> str:
     """What this process could still allocate, in words. Local."""
     stat = os.statvfs(_SHM_DIR) if os.path.isdir(_SHM_DIR) else None
     shm = f", {stat.f_bavail * stat.f_frsize} in {_SHM_DIR}" if stat else ""
-    return f"{min(_free_memory(), _limit()[0])} are available{shm}"
+    return f"{available()} are available{shm}"
+
+
+def available() -> int:
+    """Bytes that this process could still allocate, by the host's memory and its control group's limit. Local."""
+    return min(_free_memory(), _limit()[0])
 
 
 def _lines(path: str) -> list[str]:

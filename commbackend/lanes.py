@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import CommTimeout
 
 if TYPE_CHECKING:
+    from .binding import Bound
     from .engine import Call
 
 __all__ = ["BoundStep", "HostLanes", "Recorder"]
@@ -27,13 +28,15 @@ Recorder = Callable[[str, int, int, int], None]
 class BoundStep:
     """A step ready to run: its function, its lane, and the steps of other lanes it waits for."""
 
-    __slots__ = ("after", "done", "label", "lane", "on_current", "run")
+    __slots__ = ("after", "done", "label", "lane", "number", "on_current", "run")
 
     def __init__(self, label: str, lane: int, run: Callable[[Call], None], *, on_current: bool = False) -> None:
         self.label, self.lane, self.run = label, lane, run
         #: Whether ``run`` uses torch's current stream rather than ``call.streams[lane]``.
         self.on_current = on_current
         self.after: list[BoundStep] = []
+        #: Its place in the program, from 1.
+        self.number = 0
         #: What steps of other lanes wait for (``gate()`` of the lanes); None if no other lane waits for this step.
         self.done: Any = None
 
@@ -52,8 +55,9 @@ class HostLanes:
         """A turnstile: locked while its step has not finished in the present call."""
         return threading.Lock()
 
-    def run(self, steps: Sequence[BoundStep], lanes: int, call: Call, recorder: Recorder | None) -> None:
-        """Run ``steps``. Returns when all have finished; raises the first error of any lane after all have ended."""
+    def run(self, bound: Bound, call: Call, recorder: Recorder | None) -> None:
+        """Run the steps. Returns when all have finished; raises the first error of any lane after all have ended."""
+        steps, lanes = bound.steps, bound.lanes
         if lanes <= 1:
             for step in steps:
                 _run_step(step, call, recorder)
@@ -180,6 +184,7 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _run_step(step: BoundStep, call: Call, recorder: Recorder | None) -> None:
+    call.marks[step.lane] = step.number
     if recorder is None:
         step.run(call)
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +19,20 @@ __all__ = [
     "Marked",
     "ParallelModule",
     "RowParallelLinear",
+    "Shared",
     "column_parallel",
     "load_full",
     "mark",
 ]
 
 
-class _Shared:
+class Shared:
     """Holds the communicator of a module: copies of the module share it."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         return self
 
 
@@ -40,6 +41,11 @@ class Marked(nn.Module):
 
     def _mark(self) -> None:
         raise AssertionError(f"{type(self).__name__} says how its parameters are marked")
+
+    def mark_again(self) -> None:
+        """Mark parameters that a wrapper such as FSDP2 has put in the place of those that were marked. Local."""
+        if any(not hasattr(p, "partition_dim") for p in self.parameters(recurse=False)):
+            self._mark()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -65,7 +71,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         # On the meta device a module is made for some other one, as it is without a device.
         where = torch.device(device) if device is not None else None
-        self._shared = _Shared(resolve_communicator(group, device=where if where and where.type != "meta" else None))
+        self._shared = Shared(resolve_communicator(group, device=where if where and where.type != "meta" else None))
 
     @property
     def comm(self) -> Communicator:
@@ -216,13 +222,43 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, bias, group, sequence_parallel, wgrad, device, dtype)
         self.scatter_dim = scatter_dim
 
-    def forward(self, x: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+    @overload
+    def forward(
+        self, x: Tensor, rows: Sequence[int] | None = None, *, residual: Tensor | None = None, eps: float = 1e-6
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        rows: Sequence[int] | None = None,
+        *,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float = 1e-6,
+    ) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self,
+        x: Tensor,
+        rows: Sequence[int] | None = None,
+        *,
+        residual: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """x (..., in_features / size) -> (..., out_features), with this rank's extent along ``scatter_dim``.
 
-        ``rows`` is each rank's extent there, where they differ.
+        ``rows`` is each rank's extent there, where they differ. ``residual``, ``norm_weight`` and ``eps`` as of
+        ``ops.matmul_all_reduce``: with ``norm_weight`` (normed, sum) is returned; not with ``sequence_parallel``
+        (ConfigError), whose ranks add and normalise their own rows.
         """
         if not self.sequence_parallel:
-            return ops.matmul_all_reduce(x, self.weight, self.comm, bias=self.bias, wgrad=self.wgrad)
+            more: dict[str, Any] = {"residual": residual, "norm_weight": norm_weight, "eps": eps}
+            found: Tensor | tuple[Tensor, Tensor] = ops.matmul_all_reduce(
+                x, self.weight, self.comm, bias=self.bias, wgrad=self.wgrad, **more
+            )
+            return found
+        if residual is not None or norm_weight is not None:
+            raise ConfigError("RowParallelLinear: residual and norm_weight are for layers without sequence_parallel")
         dim = self.scatter_dim
         return ops.matmul_reduce_scatter(
             x, self.weight, self.comm, dim=dim, rows=rows, bias=self.bias, wgrad=self.wgrad
@@ -266,7 +302,7 @@ def load_full(module: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bo
         strict: Every name of the module must be there, and no other.
 
     Raises:
-        ConfigError: A name is missing or unknown, or the module is still on the meta device.
+        ConfigError: A name is missing or unknown, or the module is on the meta device still or sharded already.
         ShapeError: A tensor is not of the full shape.
     """
     own = module.state_dict(keep_vars=True)
@@ -279,6 +315,8 @@ def load_full(module: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bo
         target, full = own[name], state_dict[name]
         if target.is_meta:
             raise ConfigError(f"load_full: {name} is on the meta device: call to_empty(device=...) first")
+        if hasattr(target, "full_tensor"):
+            raise ConfigError(f"load_full: {name} is sharded by FSDP2 or the like: load before it is")
         owner, dim, shape = owners[name.rpartition(".")[0]], getattr(target, "partition_dim", -1), list(target.shape)
         cut = dim >= 0 and isinstance(owner, ParallelModule)
         if cut:

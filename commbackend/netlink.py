@@ -24,11 +24,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from .contract import RECORD_NBYTES, Collective, Rendezvous
+from .contract import RECORD_NBYTES, Caps, Collective, Rendezvous, Transport
 from .errors import CommAborted, CommBackendError, CommTimeout, PeerDied, Unavailable, pack_fault, unpack_fault
 from .topology import addresses, survey
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import Store, Work
 
-__all__ = ["FOR_EVER", "NetTransport", "backend"]
+__all__ = ["FOR_EVER", "NetControl", "NetTransport", "backend"]
 
 log = logging.getLogger("commbackend")
 
@@ -54,6 +54,8 @@ _PROOF_NBYTES = 4096
 _NO_TIME = timedelta(milliseconds=1)
 #: How long the end of a process that did not close its transport may take.
 _EXIT_S = 2.0
+#: How long the store may take to answer about a fault.
+_STORE_S = 0.5
 #: A timeout for torch where something else keeps the deadline.
 FOR_EVER = timedelta(days=365)
 
@@ -79,8 +81,13 @@ class _Records:
     sends: list[Work] = field(default_factory=list)
 
 
-class NetTransport(Collective):
-    """A transport whose ranks are connected by gloo. Subclasses move data: ``_swap`` moves bytes of CPU tensors."""
+class NetControl(Transport):
+    """Ranks connected by gloo: ``_swap`` moves bytes of CPU tensors. It has records, barriers and faults and no role,
+    which subclasses, or a transport that keeps one for its control plane, add.
+    """
+
+    name = "net"
+    caps = Caps(device="any", scope="cluster")
 
     def __init__(self, group: Rendezvous, control: Any, notes: Store) -> None:
         super().__init__(group)
@@ -90,7 +97,8 @@ class NetTransport(Collective):
         self._record_lock = threading.Lock()
         self._blocked: dict[int, _Blocked] = {}
         self._bell = threading.Event()
-        self._left, self._pid = False, os.getpid()
+        self._left, self._pid, self._storeless = False, os.getpid(), False
+        self._listener: Callable[[CommBackendError], None] | None = None
         self._threads = [threading.Thread(target=self._watch, name=f"commbackend-{self.name}", daemon=True)]
         for p in self._peers():
             name = f"commbackend-{self.name}-{p}"
@@ -99,7 +107,11 @@ class NetTransport(Collective):
     # -- joining
     # ----------------------------------------------------------------------------------------------------------
     @classmethod
-    def connect(cls, group: Rendezvous, device: torch.device, options: Mapping[str, Any]) -> Collective:
+    def probe(cls, device: torch.device) -> None:
+        backend("ProcessGroupGloo")
+
+    @classmethod
+    def connect(cls, group: Rendezvous, device: torch.device, options: Mapping[str, Any]) -> Self:
         """Build the backends and prove every pair with random bytes. Collective; see ``contract.Transport.connect``.
 
         Options: ``hosts``, the host number of every rank, where it is known; ``interface``, the network interface or
@@ -122,7 +134,14 @@ class NetTransport(Collective):
         except (CommBackendError, RuntimeError, OSError) as e:
             reason = str(e).splitlines()[0] if str(e) else type(e).__name__
             log.debug("commbackend: %s does not connect", cls.name, exc_info=True)
-        lost = [f"rank {r}: {v.decode('utf-8', 'replace')}" for r, v in enumerate(group.exchange(reason.encode())) if v]
+        try:
+            votes = group.exchange(reason.encode())
+        except BaseException as e:
+            if transport is not None:  # its threads must not outlive the attempt
+                transport.abort(f"{cls.name} does not connect: {e}")
+                transport.close()
+            raise
+        lost = [f"rank {r}: {v.decode('utf-8', 'replace')}" for r, v in enumerate(votes) if v]
         if lost or transport is None:
             if transport is not None:
                 transport.abort("not every rank has connected")
@@ -148,6 +167,11 @@ class NetTransport(Collective):
 
     # -- bytes between pairs
     # ----------------------------------------------------------------------------------------------------------
+    def swap(self, dsts: Sequence[Tensor], srcs: Sequence[Tensor], deadline: float) -> None:
+        """All-to-all of flat uint8 CPU tensors whose sizes are agreed. Collective. Raises the transport's fault."""
+        self._ready()
+        self._swap(dsts, srcs, deadline)
+
     def _swap(self, dsts: Sequence[Tensor], srcs: Sequence[Tensor], deadline: float) -> None:
         """Move ``srcs[p]`` to peer p and ``dsts[p]`` from it: flat uint8 CPU tensors, sizes agreed; empty ones are
         skipped. Raises the transport's fault.
@@ -190,7 +214,10 @@ class NetTransport(Collective):
     def _late(self, wait: _Blocked, late: Sequence[int]) -> CommTimeout:
         took_s = time.monotonic() - wait.start
         message = f"{self._here()} has waited {took_s:.3f} s for rank {', '.join(map(str, late))} ({self.name})"
-        return CommTimeout(message, rank=late[0], op=self.op, seq=self.seq, waiting_for=late)
+        fault = CommTimeout(message, rank=late[0], op=self.op, seq=self.seq, waiting_for=late)
+        if self.explain_fault is not None:  # it is published before it becomes this rank's
+            self.explain_fault(fault)
+        return fault
 
     def _here(self) -> str:
         return f"rank {self.rank} in {self.op or 'a call'} (call {self.seq})"
@@ -269,25 +296,53 @@ class NetTransport(Collective):
     # ----------------------------------------------------------------------------------------------------------
     def _news(self) -> CommBackendError | None:
         """Return the fault that some rank has published, or None."""
-        try:
-            return unpack_fault(self._notes.get("fault"), op=self.op) if self._notes.check(["fault"]) else None
-        except RuntimeError:
-            return None  # the store is gone with its server; that a socket closed is then all there is to say
+        raw = self._ask(lambda: self._notes.get("fault") if self._notes.check(["fault"]) else b"")
+        return unpack_fault(raw, op=self.op) if raw else None
+
+    def _ask(self, call: Callable[[], bytes]) -> bytes:
+        """What ``call`` gets from the store, or b"" if the store does not answer soon: it may be gone with its server,
+        or behind the very cable whose loss is the fault. That a socket closed is then all there is to say.
+        """
+        answer: list[bytes] = []
+
+        def ask() -> None:
+            try:
+                answer.append(call())
+            except RuntimeError as e:
+                log.debug("commbackend: rank %d: the store is gone: %s", self.rank, e)
+
+        if not self._storeless:
+            thread = threading.Thread(target=ask, name=f"commbackend-{self.name}-store", daemon=True)
+            thread.start()
+            thread.join(_STORE_S)
+            self._storeless = thread.is_alive()  # until the store's own timeout; nobody asks it again
+        return answer[0] if answer else b""
+
+    def on_fault(self, callback: Callable[[CommBackendError], None]) -> None:
+        """Have ``callback`` called, from whatever thread meets it, with the first fault; at once if there is one."""
+        self._listener = callback
+        if self._fault is not None:
+            callback(self._fault)
 
     def _release(self) -> None:
         if self._fault is not None:
             self._publish(self._fault)
         self._bell.set()
+        if self._listener is not None and self._fault is not None:
+            self._listener(self._fault)
 
     def _publish(self, fault: CommBackendError) -> None:
         """Tell all ranks why their sockets are going to close, unless somebody has told them already."""
         if os.getpid() != self._pid:
             return  # a forked child's fault is its own
-        try:
-            if not self._notes.check(["fault"]):
-                self._notes.set("fault", pack_fault(fault))  # type: ignore[arg-type]
-        except RuntimeError:
-            log.debug("commbackend: rank %d cannot publish its fault: the store is gone", self.rank)
+        notes = self._notes
+
+        def publish() -> bytes:
+            if not notes.check(["fault"]):
+                notes.set("fault", pack_fault(fault))  # type: ignore[arg-type]
+            return b""
+
+        self._ask(publish)
 
     def _attend(self, peer: int) -> None:
         """Body of a thread: notice when the connection to ``peer`` ends without its goodbye."""
@@ -385,10 +440,14 @@ class NetTransport(Collective):
                 log.debug("commbackend: rank %d: goodbye to rank %d: %s", self.rank, peer, e)
 
 
+class NetTransport(NetControl, Collective):
+    """A transport over gloo's connections. Subclasses move data."""
+
+
 # -- the end of the process
 # --------------------------------------------------------------------------------------------------------------
 
-_OPEN: weakref.WeakSet[NetTransport] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[NetControl] = weakref.WeakSet()
 
 
 @atexit.register

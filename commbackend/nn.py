@@ -239,18 +239,31 @@ def rotate(x: Tensor, base: float) -> Tensor:
 
 
 @torch.no_grad()
-def mark_replicated(parameter: nn.Parameter) -> None:
-    """Mark a parameter of your own that every rank holds whole while its gradient is only this rank's part, such as an
-    embedding or a norm that sees this rank's positions. ``reduce_replicated_grads`` then sums its gradient too. Local.
+def mark_replicated(what: nn.Parameter | nn.Module, *, recurse: bool = True) -> None:
+    """Mark what every rank holds whole while its gradient is only this rank's part, such as an embedding or a norm that
+    sees this rank's positions. ``reduce_replicated_grads`` then sums its gradient too. Local.
+
+    Args:
+        what: A parameter; or a module, for its parameters. A module's mark also holds for parameters that take the
+            place of those: in copies, after ``to_empty``, under FSDP2.
+        recurse: Modules in ``what`` too.
     """
-    mark(parameter, -1, sequence_parallel=True)
+    if isinstance(what, nn.Parameter):
+        mark(what, -1, sequence_parallel=True)
+        return
+    for module in what.modules() if recurse else [what]:
+        module._replicated = True  # type: ignore[assignment]  # declared nowhere
+        for p in module.parameters(recurse=False):
+            mark(p, -1, sequence_parallel=True)
 
 
+@torch.no_grad()
 def reduce_replicated_grads(module: nn.Module, group: Any = None) -> None:
     """Sum over ranks the gradients of parameters marked ``sequence_parallel``. Collective; one all-reduce a dtype.
 
     Call it after backward, once for all accumulated micro-batches. It reads ``main_grad`` where a parameter has one,
-    else ``grad``; a parameter without either takes no part, which must be so on all ranks.
+    else ``grad``; a parameter without either takes no part, which must be so on all ranks. Of gradients that FSDP2 has
+    sharded, each rank's shard is summed with those of the same parameters on the other tensor-parallel ranks.
 
     Args:
         group: The tensor-parallel group; default: that of the parallel layers in ``module``.
@@ -258,12 +271,16 @@ def reduce_replicated_grads(module: nn.Module, group: Any = None) -> None:
     Raises:
         ConfigError: The layers in ``module`` belong to several groups, or there are none: pass ``group``.
     """
-    grads = []
-    for p in module.parameters():
-        main = getattr(p, "main_grad", None)
-        grad = p.grad if main is None else main
-        if getattr(p, "sequence_parallel", False) and grad is not None:
-            grads.append(grad)
+    found: dict[int, Tensor] = {}
+    for m in module.modules():
+        if isinstance(m, Marked):
+            m.mark_again()
+        for p in m.parameters(recurse=False):
+            main = getattr(p, "main_grad", None)
+            grad = p.grad if main is None else main
+            if grad is not None and (getattr(m, "_replicated", False) or getattr(p, "sequence_parallel", False)):
+                found[id(p)] = grad.to_local() if hasattr(grad, "to_local") else grad
+    grads = [g for g in found.values() if g.numel()]
     if not grads:
         return
     if group is None:

@@ -14,11 +14,19 @@ Said once for all ops here:
 * **Types.** Products take float64, float32, bfloat16 and float16, operands alike; sums accumulate in float32 (float64
   for float64) in rank order, so that results have the same bits on all ranks and in all runs. Autocast regions cast
   as they do for ``linear``.
+* **fp8.** Products also take float8_e4m3fn and float8_e5m2, operands alike, with float32 scales as
+  ``torch._scaled_mm`` has them: value = operand * scale. ``scale_a`` belongs to ``x``: one element, the same on all
+  ranks where ``x`` is gathered, or one a row of ``x`` (shape (..., 1), or (...) of the rows alone; this rank's rows).
+  ``scale_b`` belongs to ``w``: one element, or one a row of ``w`` (n elements, any shape); for several weights a
+  sequence. ``out_dtype`` is bfloat16 (default), float16 or float32, and the type of ``bias``. What is gathered travels
+  as fp8; partial sums travel as ``out_dtype``. Accumulation is in float32: by cuBLAS or a Triton kernel on GPUs (k and
+  n must be multiples of 16 there), of the operands cast to float32 on CPUs. fp8 operands have no gradients.
 * **Results** are fresh tensors; neither they nor what is saved for backward alias the communicator's memory.
 * **wgrad** says where a weight's gradient goes. None: to autograd (``.grad``). ``"main_grad"``: it is added to
   ``weight.main_grad`` with Megatron-Core's flags (``grad_added_to_main_grad`` is set and autograd gets a dummy, zeros
-  if ``zero_out_wgrad``; where the weight has no such flag autograd gets nothing). A callable: ``f(weight, gradient)``
-  is called in backward and autograd gets nothing.
+  if ``zero_out_wgrad``; where the weight has no such flag autograd gets nothing), or put in its place with
+  ``overwrite_main_grad``, Megatron-FSDP's. A callable: ``f(weight, gradient)`` is called in backward and autograd gets
+  nothing.
 * **Errors**, raised before a byte moves: ShapeError (a shape, device or dtype does not fit), Unsupported and
   UnsupportedDtype (also a TypeError: no sums or products of this type), ConfigError (``save``, ``wgrad``). Double
   backward raises Unsupported. While moving: CollectiveMismatch, ConcurrentUse, CommTimeout, PeerDied, CommAborted.
@@ -26,20 +34,18 @@ Said once for all ops here:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+import math
+from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from . import autograd, layout
+from . import autograd, layout, traced
+from . import operands as checks
 from .communicator import resolve_communicator
-from .errors import ConfigError, ShapeError, Unsupported, UnsupportedDtype
-from .gradients import Call, WgradSink, main_grad, name
-from .reduction import reducible
-
-if TYPE_CHECKING:
-    from .communicator import Communicator
+from .errors import ConfigError, ShapeError, Unsupported
+from .gradients import Call, WgradSink
 
 __all__ = [
     "all_gather",
@@ -52,10 +58,6 @@ __all__ = [
     "reduce_scatter",
 ]
 
-_PRODUCTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_USUAL = (Tensor, torch.nn.Parameter)
-Bias = Tensor | Sequence[Tensor | None] | None
-
 
 # -- products ---------------------------------------------------------------------------------------------------------
 def all_gather_matmul(
@@ -65,10 +67,13 @@ def all_gather_matmul(
     *,
     dim: int = 0,
     rows: Sequence[int] | None = None,
-    bias: Bias = None,
+    bias: checks.Bias = None,
     return_gathered: bool = False,
     save: str = "shard",
     wgrad: WgradSink = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | Sequence[Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Any:
     """Gather ``x`` along ``dim`` and multiply: ``linear(all_gather(x), w, bias)``, overlapped. Collective.
 
@@ -86,28 +91,36 @@ def all_gather_matmul(
             all ranks.
         save: What is kept for the weights' gradients: "shard" (``x`` itself; backward gathers again) or "gathered" (a
             copy of the whole).
+        scale_a, scale_b, out_dtype: For fp8 operands, as said above; scales of rows are gathered first, four bytes a
+            row. Not with ``dim`` the last one.
 
     Returns:
         (..., n) with the whole extent along ``dim``; a tuple of them for several weights; with ``return_gathered``
         the pair (product or tuple, gathered ``x``).
     """
+    if torch.compiler.is_compiling():
+        return traced.all_gather_matmul(
+            x, w, group, dim, rows, bias, return_gathered, save, wgrad, scale_a, scale_b, out_dtype
+        )
     op = "all_gather_matmul"
     if save not in ("shard", "gathered"):
         raise ConfigError(f"{op}: save={save!r}: 'shard' or 'gathered' is needed")
-    comm = _communicator(group, x)
-    weights, biases = _several(op, w, bias)
-    x, cast, biases = _operands(op, comm, x, weights, biases, wgrad)
+    comm = checks.communicator(group, x)
+    weights, biases = checks.several(op, w, bias)
+    x, cast, biases, scales = checks.operands(op, comm, x, weights, biases, wgrad, scale_a, scale_b, out_dtype)
     dim = layout.dimension(op, x, dim)
     counts = layout.gather_counts(op, x.shape[dim], dim, rows, comm.rank, comm.size)
     recording = torch.is_grad_enabled()
     if dim == x.dim() - 1:
-        _same_k(op, comm, sum(counts), cast, f"{counts} gathered along the last dim")
+        if scales is not None:
+            raise Unsupported(f"{op}: rank {comm.rank}: fp8 is not gathered along the last dimension (in features)")
+        checks.same_k(op, comm, sum(counts), cast, f"{counts} gathered along the last dim")
         gathered = all_gather(x, comm, dim=dim, rows=counts)
         comm.count(op, False, "gathered along the last dimension")
         call = Call(op, comm, layout.cut((), 0, (0,), 0), weights, wgrad, reduce=False, recording=recording)
         outs = autograd.apply(autograd.ColumnParallel, call, gathered, *cast, *biases)
     else:
-        _same_k(op, comm, x.shape[-1], cast, f"x of shape {tuple(x.shape)}")
+        checks.same_k(op, comm, x.shape[-1], cast, x)
         cut = layout.cut(x.shape[:-1], dim, counts, comm.rank)
         call = Call(
             op,
@@ -118,6 +131,7 @@ def all_gather_matmul(
             save_gathered=save == "gathered",
             return_gathered=return_gathered,
             recording=recording,
+            scales=scales,
         )
         outs = autograd.apply(autograd.AllGatherMatmul, call, x, *cast, *biases)
         gathered = outs[-1]
@@ -134,6 +148,9 @@ def matmul_reduce_scatter(
     rows: Sequence[int] | None = None,
     bias: Tensor | None = None,
     wgrad: WgradSink = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Multiply, sum over ranks and keep one part along ``dim``: ``reduce_scatter(linear(x, w)) + bias``, overlapped.
     Collective.
@@ -147,30 +164,78 @@ def matmul_reduce_scatter(
         rows: Extent of each rank's part along ``dim``; without it ``dim`` must divide by the group's size.
         bias: (n,), the same on all ranks; added once, after the sum. Its gradient is this rank's part: sum it over
             ranks where ranks hold copies (see ``nn.reduce_replicated_grads``).
+        scale_a, scale_b, out_dtype: For fp8 operands, as said above.
 
     Returns:
         (..., n) with this rank's extent along ``dim``.
     """
+    if torch.compiler.is_compiling():
+        return traced.matmul_reduce_scatter(x, w, group, dim, rows, bias, wgrad, scale_a, scale_b, out_dtype)
     op = "matmul_reduce_scatter"
-    comm = _communicator(group, x)
-    weights, biases = _several(op, (w,), (bias,))
-    x, cast, biases = _operands(op, comm, x, weights, biases, wgrad)
-    _same_k(op, comm, x.shape[-1], cast, f"x of shape {tuple(x.shape)}")
+    comm = checks.communicator(group, x)
+    weights, biases = checks.several(op, (w,), (bias,))
+    x, cast, biases, scales = checks.operands(op, comm, x, weights, biases, wgrad, scale_a, scale_b, out_dtype)
+    checks.same_k(op, comm, x.shape[-1], cast, x)
     dim = layout.dimension(op, x, dim)
     features = dim == x.dim() - 1
     extent = cast[0].shape[0] if features else x.shape[dim]
     counts = layout.scatter_counts(op, extent, dim, rows, comm.size)
+    if features and scales is not None and comm.device.type == "cuda" and math.prod(x.shape[:-1]) % 16:
+        raise ShapeError(f"{op}: fp8 x of shape {tuple(x.shape)}, dim={dim}: a multiple of 16 rows is needed on GPUs")
     lead, at = ((extent,), 0) if features else (x.shape[:-1], dim)
     cut = layout.cut(lead, at, counts, comm.rank)
-    call = Call(op, comm, cut, weights, wgrad, features=features, recording=torch.is_grad_enabled())
+    recording = torch.is_grad_enabled()
+    call = Call(op, comm, cut, weights, wgrad, features=features, recording=recording, scales=scales)
     out: Tensor = autograd.apply(autograd.MatmulReduceScatter, call, x, cast[0], biases[0])
     return out
 
 
+@overload
 def matmul_all_reduce(
-    x: Tensor, w: Tensor, group: Any = None, *, bias: Tensor | None = None, wgrad: WgradSink = None
-) -> Tensor:
-    """Multiply and sum over ranks: ``all_reduce(linear(x, w)) + bias``, overlapped. Collective.
+    x: Tensor,
+    w: Tensor,
+    group: Any = None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: None = None,
+    eps: float = 1e-6,
+    wgrad: WgradSink = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor: ...
+@overload
+def matmul_all_reduce(
+    x: Tensor,
+    w: Tensor,
+    group: Any = None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float = 1e-6,
+    wgrad: WgradSink = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def matmul_all_reduce(
+    x: Tensor,
+    w: Tensor,
+    group: Any = None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    wgrad: WgradSink = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Multiply and sum over ranks: ``all_reduce(linear(x, w)) + residual + bias``, overlapped, and RMSNorm of it on
+    request. Collective.
 
     The result is replicated, and so must its gradient be: backward takes it as it is, the same on all ranks, and is
     local.
@@ -179,18 +244,42 @@ def matmul_all_reduce(
         x: (..., k): k, the in features of this rank, may differ between ranks.
         w: (n, k).
         bias: (n,), the same on all ranks; added once, after the sum. Its gradient is whole on every rank.
+        residual: (..., n), the same on all ranks; added once, to the sum before it is rounded. It is not written to.
+        norm_weight: (n,), the same on all ranks: also return ``rms_norm(sum, norm_weight, eps)`` of the rounded sum.
+            Needs ``residual``.
+        eps: Added to the mean square.
+        scale_a, scale_b, out_dtype: For fp8 operands, as said above.
 
     Returns:
-        (..., n), the same bits on all ranks.
+        (..., n), the same bits on all ranks; with ``norm_weight`` the pair (normed, sum): the sum is the residual of
+        the next layer.
+
+    Raises:
+        ConfigError: ``norm_weight`` without ``residual``.
     """
+    if torch.compiler.is_compiling():
+        traced_out: Tensor | tuple[Tensor, Tensor] = traced.matmul_all_reduce(
+            x, w, group, bias, residual, norm_weight, eps, wgrad, scale_a, scale_b, out_dtype
+        )
+        return traced_out
     op = "matmul_all_reduce"
-    comm = _communicator(group, x)
-    weights, biases = _several(op, (w,), (bias,))
-    x, cast, biases = _operands(op, comm, x, weights, biases, wgrad)
-    _same_k(op, comm, x.shape[-1], cast, f"x of shape {tuple(x.shape)}")
-    call = Call(op, comm, layout.cut((), 0, (0,), 0), weights, wgrad, recording=torch.is_grad_enabled())
-    out: Tensor = autograd.apply(autograd.MatmulAllReduce, call, x, cast[0], biases[0])
-    return out
+    comm = checks.communicator(group, x)
+    weights, biases = checks.several(op, (w,), (bias,))
+    x, cast, biases, scales = checks.operands(op, comm, x, weights, biases, wgrad, scale_a, scale_b, out_dtype)
+    checks.same_k(op, comm, x.shape[-1], cast, x)
+    residual, norm_weight = checks.normed(op, comm, x, cast[0], scales, residual, norm_weight)
+    recording = torch.is_grad_enabled()
+    call = Call(op, comm, layout.cut((), 0, (0,), 0), weights, wgrad, recording=recording, scales=scales, eps=eps)
+    if norm_weight is None:
+        out: Tensor = autograd.apply(autograd.MatmulAllReduce, call, x, cast[0], biases[0], residual)
+        return out
+    given = (x, cast[0], biases[0], residual, norm_weight)
+    if recording and any(t is not None and t.requires_grad for t in given):
+        out = autograd.apply(autograd.MatmulAllReduce, call, *given[:4])
+        return torch.nn.functional.rms_norm(out, out.shape[-1:], norm_weight, eps), out
+    normed, out = autograd.matmul_all_reduce(call, *given)
+    assert normed is not None
+    return normed, out
 
 
 @overload
@@ -207,7 +296,7 @@ def column_parallel_linear(
     wgrad: WgradSink = None,
 ) -> tuple[Tensor, ...]: ...
 def column_parallel_linear(
-    x: Tensor, w: Tensor | Sequence[Tensor], group: Any = None, *, bias: Bias = None, wgrad: WgradSink = None
+    x: Tensor, w: Tensor | Sequence[Tensor], group: Any = None, *, bias: checks.Bias = None, wgrad: WgradSink = None
 ) -> Tensor | tuple[Tensor, ...]:
     """Multiply a replicated ``x``: ``linear(x, w, bias)``; local forward, collective backward.
 
@@ -221,11 +310,13 @@ def column_parallel_linear(
     Returns:
         (..., n); a tuple of them for several weights.
     """
+    if torch.compiler.is_compiling():
+        return traced.column_parallel_linear(x, w, group, bias, wgrad)  # type: ignore[no-any-return]
     op = "column_parallel_linear"
-    comm = _communicator(group, x)
-    weights, biases = _several(op, w, bias)
-    x, cast, biases = _operands(op, comm, x, weights, biases, wgrad)
-    _same_k(op, comm, x.shape[-1], cast, f"x of shape {tuple(x.shape)}")
+    comm = checks.communicator(group, x)
+    weights, biases = checks.several(op, w, bias)
+    x, cast, biases, _ = checks.operands(op, comm, x, weights, biases, wgrad)
+    checks.same_k(op, comm, x.shape[-1], cast, x)
     call = Call(op, comm, layout.cut((), 0, (0,), 0), weights, wgrad, recording=torch.is_grad_enabled())
     outs: tuple[Tensor, ...] = autograd.apply(autograd.ColumnParallel, call, x, *cast, *biases)
     return outs[0] if isinstance(w, Tensor) else outs
@@ -242,11 +333,13 @@ def all_gather(x: Tensor, group: Any = None, *, dim: int = 0, rows: Sequence[int
         x: 1 or more dimensions, any dtype; it may require gradients where its dtype can be summed.
         rows: Extent of each rank's ``x`` along ``dim``; its own must be ``x.shape[dim]``.
     """
+    if torch.compiler.is_compiling():
+        return traced.all_gather(x, group, dim, rows)
     op = "all_gather"
-    comm = _communicator(group, x)
-    _tensor(op, comm, "x", x)
+    comm = checks.communicator(group, x)
+    checks.dense(op, comm, "x", x)
     if x.requires_grad and torch.is_grad_enabled():
-        _summable(f"gradient of {op}", comm, x)
+        checks.summable(f"gradient of {op}", comm, x)
     dim = layout.dimension(op, x, dim)
     counts = layout.gather_counts(op, x.shape[dim], dim, rows, comm.rank, comm.size)
     x2 = layout.columns(x, dim)
@@ -263,10 +356,12 @@ def reduce_scatter(x: Tensor, group: Any = None, *, dim: int = 0, rows: Sequence
         x: 1 or more dimensions, the same shape on all ranks.
         rows: Extent of each rank's part along ``dim``; without it ``dim`` must divide by the group's size.
     """
+    if torch.compiler.is_compiling():
+        return traced.reduce_scatter(x, group, dim, rows)
     op = "reduce_scatter"
-    comm = _communicator(group, x)
-    _tensor(op, comm, "x", x)
-    _summable(op, comm, x)
+    comm = checks.communicator(group, x)
+    checks.dense(op, comm, "x", x)
+    checks.summable(op, comm, x)
     dim = layout.dimension(op, x, dim)
     counts = layout.scatter_counts(op, x.shape[dim], dim, rows, comm.size)
     x2 = layout.columns(x, dim)
@@ -285,10 +380,12 @@ def all_reduce(x: Tensor, group: Any = None) -> Tensor:
     Args:
         x: Any shape, the same on all ranks.
     """
+    if torch.compiler.is_compiling():
+        return traced.all_reduce(x, group)
     op = "all_reduce"
-    comm = _communicator(group, x)
-    _tensor(op, comm, "x", x)
-    _summable(op, comm, x)
+    comm = checks.communicator(group, x)
+    checks.dense(op, comm, "x", x)
+    checks.summable(op, comm, x)
     call = Call(op, comm, layout.cut((), 0, (0,), 0))
     out: Tensor = autograd.apply(autograd.AllReduce, call, x if x.dim() else x.view(1))
     return out.view(x.shape)
@@ -297,103 +394,3 @@ def all_reduce(x: Tensor, group: Any = None) -> Tensor:
 def barrier(group: Any = None) -> None:
     """Return when all ranks of the group have called it. Collective."""
     resolve_communicator(group).barrier()
-
-
-# -- checks, all local and before a byte moves ------------------------------------------------------------------------
-def _communicator(group: Any, x: Any) -> Communicator:
-    """The communicator of ``group`` for tensors that live where ``x`` does."""
-    usual = isinstance(x, Tensor) and x.device.type in ("cpu", "cuda")
-    return resolve_communicator(group, device=x.device if usual else None)
-
-
-def _several(op: str, w: Tensor | Sequence[Tensor], bias: Bias) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    """Weights and biases as tuples of one length; what is neither tensor nor sequence is refused as a tensor later."""
-    weights = (w,) if isinstance(w, Tensor) or not isinstance(w, Iterable) else tuple(w)
-    if not weights:
-        raise ShapeError(f"{op}: no weights")
-    if bias is None:
-        biases: tuple[Tensor | None, ...] = (None,) * len(weights)
-    else:
-        biases = (bias,) if isinstance(bias, Tensor) or not isinstance(bias, Iterable) else tuple(bias)
-    if len(biases) != len(weights) or (isinstance(bias, Tensor) and not isinstance(w, Tensor)):
-        raise ShapeError(f"{op}: {len(biases)} biases for {len(weights)} weights: one entry each, or None, is needed")
-    return weights, biases
-
-
-def _operands(
-    op: str,
-    comm: Communicator,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    wgrad: WgradSink,
-) -> tuple[Tensor, list[Tensor], tuple[Tensor | None, ...]]:
-    """Check everything about the operands but the inner dimension; cast them as autocast would."""
-    if not (wgrad is None or wgrad == "main_grad" or callable(wgrad)):
-        raise ConfigError(f"{op}: wgrad={wgrad!r}: None, 'main_grad' or a callable (weight, gradient) is needed")
-    _tensor(op, comm, "x", x)
-    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
-        _tensor(op, comm, f"weight {i}", w)
-        if w.dim() != 2:
-            raise ShapeError(f"{op}: weight {i} has shape {tuple(w.shape)}: (out features, in features) is needed")
-        if b is not None:
-            _tensor(op, comm, f"bias {i}", b)
-            if b.shape != w.shape[:1]:
-                raise ShapeError(f"{op}: bias {i} has shape {tuple(b.shape)}, weight {i} has {w.shape[0]} out features")
-        if wgrad == "main_grad" and w.requires_grad and torch.is_grad_enabled():
-            main_grad(op, w)
-    if x.dim() == 0:
-        raise ShapeError(f"{op}: x is a scalar: 1 or more dimensions are needed")
-    kind = comm.device.type
-    if torch.is_autocast_enabled(kind):
-        lower = torch.get_autocast_dtype(kind)
-        x, cast = _lower(x, lower), [_lower(w, lower) for w in weights]
-        biases = tuple(b if b is None else _lower(b, lower) for b in biases)
-    else:
-        cast = list(weights)
-    for what, t in [("weight", w) for w in cast] + [("bias", b) for b in biases if b is not None]:
-        if t.dtype != x.dtype:
-            raise ShapeError(f"{op}: x is {x.dtype} and a {what} is {t.dtype}: operands must be of one type")
-    if x.dtype not in _PRODUCTS:
-        offered = ", ".join(name(d) for d in _PRODUCTS)
-        raise UnsupportedDtype(f"{op}: matrix products of {x.dtype} are not offered: use one of {offered}")
-    return x, cast, tuple(biases)
-
-
-def _lower(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
-
-
-def _same_k(op: str, comm: Communicator, k: int, weights: Sequence[Tensor], what: str) -> None:
-    for i, w in enumerate(weights):
-        if w.shape[1] != k:
-            raise ShapeError(
-                f"{op}: rank {comm.rank}: weight {i} of shape {tuple(w.shape)} has {w.shape[1]} in features;"
-                f" {what} has {k}"
-            )
-
-
-def _summable(op: str, comm: Communicator, x: Tensor) -> None:
-    reason = reducible(x.dtype)
-    if reason is not None:
-        raise UnsupportedDtype(f"{op}: rank {comm.rank}: {reason}")
-
-
-def _tensor(op: str, comm: Communicator, what: str, t: Any) -> None:
-    """Refuse what is not a dense tensor on the communicator's device."""
-    if (
-        type(t) in _USUAL
-        and t.device == comm.device
-        and t.layout is torch.strided
-        and not (t.is_quantized or t.is_nested)
-    ):
-        return
-    if not isinstance(t, Tensor):
-        raise ShapeError(f"{op}: {what} is {type(t).__name__}: a torch.Tensor is needed")
-    if hasattr(t, "to_local"):
-        raise Unsupported(f"{op}: {what} is a {type(t).__name__}: pass its to_local()")
-    if t.layout != torch.strided or t.is_quantized or t.is_nested:
-        raise Unsupported(f"{op}: {what} has layout {t.layout}: a dense tensor is needed")
-    here, there = t.device, comm.device
-    if here.type != there.type or (here.index or 0) != (there.index if there.index is not None else here.index or 0):
-        raise ShapeError(f"{op}: rank {comm.rank}: {what} is on {here}, the communicator on {there}")

@@ -16,7 +16,8 @@ Words (all integers are rows, elements or ranks; bytes are always called ``nbyte
   raises word k of block r at p, and ``Wait(peer=r, slot=k)`` at p waits for it. One writer per word holds by
   construction.
 * A slot is raised to, and waited for as, ``sequence number of the call + delta``. The sequence number grows by one with
-  every call on a communicator, values only grow, and a wait is satisfied by any value that is greater or equal.
+  every call on a communicator that uses slots or the heap, values only grow, and a wait is satisfied by any value that
+  is greater or equal.
 * Heap buffers live in one **half** of the symmetric heap; calls alternate halves by their sequence number. ``CREDIT``
   (word 1) raised by a peer to s says "I have finished everything of call s, also reading what others wrote to me and
   what
@@ -30,6 +31,7 @@ Words (all integers are rows, elements or ranks; bytes are always called ``nbyte
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,6 +43,8 @@ __all__ = [
     "CREDIT",
     "DATA",
     "ENTERED",
+    "EXCHANGE_PROGRAMS",
+    "EXCHANGE_SLOT_NBYTES",
     "ITEMSIZE",
     "MAX_CHUNKS",
     "PHASES",
@@ -63,6 +67,7 @@ __all__ = [
     "Step",
     "Wait",
     "data_slot",
+    "interned_problem",
 ]
 
 #: Word 0 of a writer's block: the writer has entered call ``seq`` (used as a gate by kernels that poll).
@@ -75,6 +80,8 @@ DATA = 2
 MAX_CHUNKS = 32
 #: Phases of a call that need words of their own (an all-reduce scatters, then gathers).
 PHASES = 2
+#: All-reduces by one kernel: thread blocks that take part at most, and bytes of rows that each takes from one rank.
+EXCHANGE_PROGRAMS, EXCHANGE_SLOT_NBYTES = 32, 40 << 10
 #: Words one rank keeps for one writer.
 SLOTS_PER_RANK = DATA + PHASES * MAX_CHUNKS
 
@@ -132,6 +139,10 @@ class PlanCaps(Protocol):
     def copy_lanes(self) -> int: ...  # copy lanes worth having on a CPU: 0 where all cores multiply
     @property
     def free_queues(self) -> bool: ...  # a lane that waits never holds up another lane of its rank
+    @property
+    def exchanges(self) -> bool: ...  # one kernel a rank can do a whole all-reduce of few rows
+    @property
+    def hosts(self) -> tuple[int, ...]: ...  # two levels: every rank's host, one-sided only within it; else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +231,8 @@ class Segment:
         addends: Regions shaped like ``out``, added in this order in fp32 before rounding.
         ready: (peer, word) pairs that a polling kernel waits for before it reads ``a``; () in the gated form.
         done: (peer, word) pairs that a polling kernel raises after these rows are stored; () in the gated form.
+        scale_a, scale_b: One row of fp32, with one element or one a row of ``a`` (``b``): what fp8 operands are
+            multiplied by; or None.
     """
 
     a: Region
@@ -229,6 +242,8 @@ class Segment:
     addends: tuple[Region, ...] = ()
     ready: tuple[tuple[int, int], ...] = ()
     done: tuple[tuple[int, int], ...] = ()
+    scale_a: Region | None = None
+    scale_b: Region | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +278,13 @@ class Collective:
         dst), "all_reduce" (one src, one
     dst). ``slots``: words of MY OWN block here that are raised to seq after it, for GEMMs that poll; () in the gated
     form.
+
+    ``between``: of a transport of two levels: only the ranks that have this rank's number on their hosts take part, and
+    entry i belongs to host i.
+
+    One kind more is a kernel of ours in every rank: "one_shot", dsts[0] = sum over ranks of their srcs[0], in rank
+    order, + own srcs[1] (a residual, where there is one) + ``bias``, accumulated in fp32 and rounded once; with
+    ``weight`` also dsts[1] = RMSNorm of dsts[0], with ``eps``. It moves the rows through memory of its own.
     """
 
     lane: int
@@ -272,6 +294,10 @@ class Collective:
     dsts: tuple[Region, ...]
     slots: tuple[int, ...] = ()
     op: str = "sum"
+    bias: Region | None = None
+    weight: Region | None = None
+    eps: float = 0.0
+    between: bool = False
 
 
 Step: TypeAlias = Put | Get | Signal | Wait | Copy | Gemm | Reduce | Collective
@@ -301,8 +327,15 @@ class Buffer:
         return self.rows * self.cols * ITEMSIZE[self.dtype]
 
 
+class _Hashed:
+    """Remembers its hash: a problem is looked up several times in every call."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(_Hashed):
     """The sizes of one call, equal on all ranks except where said.
 
     Attributes:
@@ -318,6 +351,9 @@ class Problem:
         flags: Further options of the op, sorted: "gathered" (the gathered operand is returned too), "wgrad",
             "saved" (the gathered operand was
             saved by forward), ...
+        out_dtype: Element type of results where it is not ``dtype``: partial sums are of this type too.
+        scales: What fp8 operands have a scale each of: "tensor", or "row".
+        eps: Of the norm, with flag "norm".
     """
 
     op: str
@@ -328,6 +364,27 @@ class Problem:
     dtype: str = "float32"
     bias: bool = False
     flags: tuple[str, ...] = ()
+    out_dtype: str = ""
+    scales: str = ""
+    eps: float = 0.0
+
+    @property
+    def result(self) -> str:
+        """Element type of results."""
+        return self.out_dtype or self.dtype
+
+    @property
+    def moved(self) -> str:
+        """Element type of what travels: operands that are gathered, results that are reduced."""
+        return self.dtype if self.op in ("all_gather", "all_gather_matmul") else self.result
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            found = hash(tuple(getattr(self, f.name) for f in dataclasses.fields(self)))
+            object.__setattr__(self, "_hash", found)
+            return found
 
     @property
     def size(self) -> int:
@@ -338,6 +395,12 @@ class Problem:
     def total(self) -> int:
         """Rows of all ranks together, one block."""
         return sum(self.rows)
+
+
+@functools.lru_cache(maxsize=4096)
+def interned_problem(*fields: Any, **named: Any) -> Problem:
+    """The Problem of these fields: the same object for the same ones, which makes looking it up quick."""
+    return Problem(*fields, **named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +416,8 @@ class Knobs:
             (needs ``free_queues``); False: a sum follows the launch.
         blocks: Without ``polls``: products that peers' rows are multiplied in, each as soon as all its chunks are
             there (gather side) or before the first of them leaves (reduce side); 0: one a chunk.
+        domain: Ranks of one host or NVLink domain, which are consecutive: peers of the own domain are served first,
+            then those of the next one. 0: peers in turn, whoever they are.
     """
 
     schedule: str
@@ -361,6 +426,7 @@ class Knobs:
     polls: bool = False
     folds: bool = True
     blocks: int = 0
+    domain: int = 0
 
     def __str__(self) -> str:
         """Return ``schedule/chunks/lanes``, and by name what is not the default: ``push/4/1 polls=True``."""
@@ -377,6 +443,12 @@ class Program:
     rank: int
     buffers: tuple[Buffer, ...]
     steps: tuple[Step, ...]
+
+    @property
+    def counted(self) -> bool:
+        """Whether it uses the heap or words of peers: calls are counted, and raise credits, for those that do."""
+        words = any(isinstance(s, Put | Get | Signal | Wait) or getattr(s, "slots", ()) for s in self.steps)
+        return words or any(b.space == "heap" for b in self.buffers)
 
     def heap_nbytes(self, align: int = 256) -> int:
         """Bytes of one heap half this program needs, every buffer aligned."""
@@ -395,7 +467,8 @@ class Plan:
     """One call of all ranks. ``meta`` is for people and files (schedule, chunks, problem...); nothing executes it.
 
     ``meta["queues"] == "free"`` declares that the plan ends only where every lane has a queue of its own; ``check``
-    proves it in that model, and refuses it for transports without ``free_queues``.
+    proves it in that model, and refuses it for transports without ``free_queues``. ``meta["hosts"]`` has the host of
+    every rank where the plan is one of two levels: puts, words and credits stay within a host.
     """
 
     op: str
@@ -476,6 +549,8 @@ def _segment(raw: dict[str, Any]) -> Segment:
         "addends": _regions,
         "ready": _pairs,
         "done": _pairs,
+        "scale_a": _region,
+        "scale_b": _region,
     }
     return Segment(**{k: conv[k](v) for k, v in raw.items()})
 
@@ -484,7 +559,7 @@ def _step(raw: dict[str, Any]) -> Step:
     fields = dict(raw)
     cls = _STEPS[fields.pop("step")]
     fields["after"] = tuple(fields["after"])
-    for name in ("src", "dst", "bias"):
+    for name in ("src", "dst", "bias", "weight"):
         if name in fields:
             fields[name] = _region(fields[name])
     for name in ("srcs", "dsts", "covers"):

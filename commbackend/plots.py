@@ -12,7 +12,7 @@ from .trace import PHASE_LANE, Span, Trace, kind, moves
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLOURS", "loss_curves", "timeline"]
+__all__ = ["COLOURS", "loss_curves", "pyplot", "timeline"]
 
 #: One colour a kind of step; told apart also by readers who confuse red and green.
 COLOURS: Mapping[str, str] = {
@@ -28,15 +28,16 @@ COLOURS: Mapping[str, str] = {
 }
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, for files. Raises Unavailable without matplotlib."""
     try:
         import matplotlib
     except ImportError as e:
         raise Unavailable("matplotlib is not installed", "pip install 'commbackend[viz]'") from e
     matplotlib.use("Agg")  # files only: no display is needed, and none is opened
-    from matplotlib import pyplot
+    from matplotlib import pyplot as found
 
-    return pyplot
+    return found
 
 
 def loss_curves(runs: Mapping[str, Sequence[float]], path: str | Path, *, title: str = "Training loss") -> None:
@@ -47,8 +48,8 @@ def loss_curves(runs: Mapping[str, Sequence[float]], path: str | Path, *, title:
     Raises:
         Unavailable: matplotlib is not installed.
     """
-    pyplot = _pyplot()
-    figure, (top, bottom) = pyplot.subplots(
+    plt = pyplot()
+    figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(9, 6.5), sharex=True, height_ratios=(3, 1), layout="constrained"
     )
     reference = next(iter(runs.values()), ())
@@ -69,7 +70,7 @@ def loss_curves(runs: Mapping[str, Sequence[float]], path: str | Path, *, title:
     bottom.set(xlabel="step", ylabel="relative\ndifference")
     bottom.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def timeline(traces: Sequence[Trace], path: str | Path, *, title: str = "Timeline") -> None:
@@ -78,22 +79,22 @@ def timeline(traces: Sequence[Trace], path: str | Path, *, title: str = "Timelin
     Raises:
         Unavailable: matplotlib is not installed.
     """
-    pyplot = _pyplot()
+    plt = pyplot()
     rows = [(t, lane) for t in traces for lane in sorted({s.lane for s in t.spans})]
     spans = [s for t in traces for s in t.spans]
     start, end = min((s.start_ns for s in spans), default=0), max((s.end_ns for s in spans), default=1)
     height = 1.4 + 0.42 * max(len(rows), 2)
-    figure, panels = pyplot.subplots(2, 1, figsize=(15, 2 * height), layout="constrained")
+    figure, panels = plt.subplots(2, 1, figsize=(15, 2 * height), layout="constrained")
     _panel(panels[0], rows, start, start, end)
     _panel(panels[1], rows, start, *_busiest(spans, start, end))
     used = {kind(s.name) for s in spans if s.lane != PHASE_LANE}
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=c, label=k) for k, c in COLOURS.items() if k in used]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=c, label=k) for k, c in COLOURS.items() if k in used]
     figure.legend(handles=handles, ncols=len(handles) or 1, loc="outside upper right", frameon=False)
     panels[0].set_title(title, loc="left", fontsize=12)
     panels[1].set_title("Zoom: where most bytes move", loc="left", fontsize=12)
     panels[1].set_xlabel("milliseconds")
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def _busiest(spans: Sequence[Span], start: int, end: int) -> tuple[int, int]:

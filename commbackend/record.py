@@ -25,7 +25,8 @@ _LOCAL_K = {"matmul_reduce_scatter", "matmul_all_reduce"}
 
 def sizes(problem: Problem, *, local: bool = True) -> str:
     rows = f"{problem.rows[0]}x{problem.size}" if len(set(problem.rows)) == 1 else ",".join(map(str, problem.rows))
-    parts = [problem.op, f"rows={rows}", f"dtype={problem.dtype}"]
+    dtype = problem.dtype + (f"->{problem.out_dtype} scales={problem.scales}" if problem.scales else "")
+    parts = [problem.op, f"rows={rows}", f"dtype={dtype}"]
     if problem.blocks != 1:
         parts.append(f"blocks={problem.blocks}")
     if local or problem.op not in _LOCAL_K:
@@ -36,4 +37,6 @@ def sizes(problem: Problem, *, local: bool = True) -> str:
         )
     if problem.bias and (local or problem.op not in _LOCAL_N):
         parts.append("bias")
+    if problem.eps:
+        parts.append(f"eps={problem.eps!r}")
     return " ".join([*parts, *problem.flags])

@@ -28,6 +28,7 @@ class Entry:
         device: "cpu", "cuda" or "any".
         extra: What ``pip install "commbackend[...]"`` must name for it, or "".
         auto: Place in the automatic choice, smallest first; -1: only by name.
+        needs: Module that the application must have imported already for the automatic choice to take it, or "".
     """
 
     name: str
@@ -35,18 +36,23 @@ class Entry:
     device: str
     extra: str = ""
     auto: int = -1
+    needs: str = ""
 
 
 TRANSPORTS = (
-    Entry("gloo", ".transports.torch_dist:GlooTransport", "cpu", auto=1),
+    Entry("gloo", ".transports.torch_dist:GlooTransport", "cpu", auto=2),
     Entry("local", ".transports.local:LocalTransport", "cpu"),
-    Entry("nccl", ".transports.torch_dist:NcclTransport", "cuda", auto=1),
+    Entry("mnnvl", ".transports.mnnvl:MnnvlTransport", "cuda", extra="cu13", auto=1),
+    Entry("mpi", ".transports.mpi:MpiTransport", "cpu", extra="mpi", auto=1, needs="mpi4py.MPI"),
+    Entry("nccl", ".transports.torch_dist:NcclTransport", "cuda", auto=2),
+    Entry("nvshmem", ".transports.nvshmem_:NvshmemTransport", "cuda", extra="cu13"),
     Entry("shm", ".transports.shm:ShmTransport", "cpu", auto=0),
     Entry("userbuffers", ".transports.userbuffers:UserbuffersTransport", "cuda", extra="cu13", auto=0),
 )
 
 GEMMS = (
     Entry("torch", ".gemm.torch_mm:TorchMM", "any", auto=0),
+    Entry("torch_blocks", ".gemm.torch_blocks:TorchBlocks", "cpu"),
     Entry("triton", ".gemm.triton_tile:TritonTile", "cuda", auto=1),
 )
 

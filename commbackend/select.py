@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 import platform
 import struct
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import __version__, registry, topology
 from .config import Config
+from .contract import Collective, OneSided
 from .errors import CommBackendError, ConfigError, Unavailable
+from .levels import TwoLevels, members
+from .schedules.shards import Hosts
 
 if TYPE_CHECKING:
     import torch
@@ -19,12 +24,12 @@ if TYPE_CHECKING:
     from .contract import GemmProvider, Transport
     from .group import Group
 
-__all__ = ["PROTOCOL", "Choice", "connect", "provider"]
+__all__ = ["PROTOCOL", "Choice", "attempt", "connect", "provider"]
 
 log = logging.getLogger("commbackend")
 
 #: Number of the form of everything ranks send each other; ranks with different numbers do not work together.
-PROTOCOL = 1
+PROTOCOL = 2
 
 # A ballot: magic, protocol, length of the agreement text, number of verdicts; then the text; then the verdicts.
 _HEAD = struct.Struct("<4sHHB")
@@ -32,6 +37,8 @@ _VERDICT = struct.Struct("<BH")
 _NO, _PASSED, _UNKNOWN = range(3)
 _MAGIC = b"cbV1"
 _TEXT_NBYTES = 1000
+#: Two levels that the automatic choice tries after a transport that does not reach all ranks.
+_AUTO_LEVELS: Mapping[str, tuple[str, ...]] = {"shm": ("shm+mpi", "shm+gloo")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class Choice:
         asked: The configured value, and ``source`` where it came from.
         candidates: Names in the order they were tried.
         reasons: Name -> rank -> why that rank could not use it, for every candidate that lost.
-        hosts: The host number of every rank, proven; () where nothing was connected.
+        hosts: The host number of every rank, proven; () where nothing was connected. domains: Their NVLink domains.
     """
 
     kind: str
@@ -56,6 +63,7 @@ class Choice:
     candidates: tuple[str, ...] = ()
     reasons: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     hosts: tuple[int, ...] = ()
+    domains: tuple[int, ...] = ()
 
     def why(self) -> str:
         """Return one line: the winner, what asked for it, and what was passed over for which reason."""
@@ -107,7 +115,10 @@ def connect(group: Group, device: torch.device, config: Config) -> tuple[Transpo
         CommTimeout: A rank has not come within ``init_timeout_s``.
     """
     names = _candidates("transport", config.transport, device.type)
-    ballot = _pack(_agreement(config, device), [_probe(name, device) for name in names])
+    automatic = config.transport == "auto"
+    if automatic:
+        names = [pair for name in names for pair in (name, *_AUTO_LEVELS.get(name, ()))]
+    ballot = _pack(_agreement(config, device), [_probe(name, device, automatic) for name in names])
     budget_s = config.init_timeout_s or group.timeout_s
     raws = group.exchange(ballot, timeout_s=budget_s, what="choice of a transport")
     reasons = _count(names, [_unpack(raw, rank) for rank, raw in enumerate(raws)])
@@ -116,15 +127,19 @@ def connect(group: Group, device: torch.device, config: Config) -> tuple[Transpo
         device=device.type,
         asked=config.transport,
         source=config.sources.get("transport", "argument"),
-        candidates=tuple(names),
     )
     if config.transport == "off":
         return None, Choice(name="off", **asked)  # type: ignore[arg-type]
-    hosts = topology.survey(group, timeout_s=budget_s).hosts if any(n not in reasons for n in names) else ()
+    where = topology.Topology(())
+    if any(n not in reasons for n in names):
+        where = topology.survey(group, device=device, timeout_s=budget_s)
+    if automatic and where.one_host:  # nothing to say about levels
+        names = [name for name in names if "+" not in name]
     for name in names:
-        transport = None if name in reasons else _connect(name, group, device, config, hosts, budget_s, reasons)
+        transport = None if name in reasons else _connect(name, group, device, config, where, budget_s, reasons)
         if transport is not None:
-            choice = Choice(name=name, reasons=reasons, hosts=hosts, **asked)  # type: ignore[arg-type]
+            more = {"candidates": tuple(names), "hosts": where.hosts, "domains": where.domains}
+            choice = Choice(name=name, reasons=reasons, **more, **asked)  # type: ignore[arg-type]
             if group.rank == 0:
                 log.info("commbackend: %s", choice.why())
             return transport, choice
@@ -143,10 +158,14 @@ def _candidates(kind: str, asked: str, device: str) -> list[str]:
     return registry.auto_names(kind, device) if asked == "auto" else asked.split(",")
 
 
-def _probe(name: str, device: torch.device) -> tuple[int, str]:
+def _probe(name: str, device: torch.device, automatic: bool) -> tuple[int, str]:
     """Return whether this process can use transport ``name``, and why not."""
     try:
-        registry.transport(name).probe(device)
+        for one in name.split("+"):
+            needs = registry.entry("transport", one).needs if automatic else ""
+            if needs and needs not in sys.modules:
+                return _NO, f"{needs} has not been imported here, and no choice but yours starts it (transport={name})"
+            registry.transport(one).probe(device)
     except Unavailable as e:
         return _NO, str(e) or "unavailable"
     except ConfigError as e:
@@ -162,15 +181,22 @@ def _connect(
     group: Group,
     device: torch.device,
     config: Config,
-    hosts: tuple[int, ...],
+    where: topology.Topology,
     budget_s: float,
     reasons: dict[str, dict[int, str]],
 ) -> Transport | None:
     """Connect ``name`` on all ranks, or on none: then ``reasons`` says why, and nothing is left. Collective."""
-    transport, failed = None, ""
-    usual_s, group.timeout_s = group.timeout_s, budget_s
+    transport: Transport | None = None
+    failed = ""
+    # The vote comes after, and all is to end by the limit: then it can still name who has not come.
+    left_s = budget_s if group.limit is None else min(budget_s, group.limit - time.monotonic())
+    usual_s, group.timeout_s = group.timeout_s, max(0.9 * left_s, 0.001)
     try:
-        transport = registry.transport(name).connect(group, device, {**config.options(), "hosts": hosts})
+        options = {**config.options(), "hosts": where.hosts, "domains": where.domains}
+        if "+" in name:
+            transport = _two_levels(name, group, device, options, where.hosts)
+        else:
+            transport = registry.transport(name).connect(group, device, options)
     except Exception as e:  # whatever it is, all ranks must hear of it and move on together
         failed = (str(e) or "failed") if isinstance(e, Unavailable) else f"connect raised {type(e).__name__}: {e}"
         log.debug("commbackend: connecting transport %s raised", name, exc_info=True)
@@ -195,6 +221,59 @@ def _connect(
         transport.abort(f"rank {min(lost)} could not connect transport {name}")
         transport.close()
     return None
+
+
+def _two_levels(
+    name: str, group: Group, device: torch.device, options: Mapping[str, Any], hosts: Sequence[int]
+) -> TwoLevels:
+    """Connect the first transport of ``name`` within every host and the second between the ranks of one number."""
+    first, second = (registry.transport(one) for one in name.split("+"))
+    if not issubclass(first, OneSided) or not issubclass(second, Collective):
+        lacks = f"{second.name} has no collectives" if issubclass(first, OneSided) else f"{first.name} is not one-sided"
+        raise Unavailable(lacks, "two levels are a one-sided transport + one with collectives")
+    if first.caps.stream_ordered != second.caps.stream_ordered:
+        raise Unavailable(f"{first.name} and {second.name} move tensors of different devices")
+    if (uneven := Hosts.uneven(hosts)) is not None:
+        raise Unavailable(uneven)
+    near, twins = members(hosts, group.rank)
+    inside = group.part(near, f"within host {hosts[group.rank]}")
+    across = group.part(twins, f"between hosts, number {near.index(group.rank)}")
+    inner, failed = None, ""
+    try:
+        inner = first.connect(inside, device, {**options, "hosts": (0,) * len(near), "domains": (0,) * len(near)})
+    except CommBackendError as e:  # whatever it is on this host, the others must not wait in the second
+        failed = str(e) or type(e).__name__
+    votes = group.exchange(failed.encode("utf-8", "replace"), what=f"vote on {first.name} within hosts")
+    between = None
+    try:
+        if any(votes) or not isinstance(inner, OneSided):
+            lost = {r: v.decode("utf-8", "replace") for r, v in enumerate(votes) if v}
+            raise Unavailable(failed or f"rank {min(lost)}: {lost[min(lost)]}")
+        numbers = tuple(range(len(twins)))
+        between = second.connect(across, device, {**options, "hosts": numbers, "domains": numbers})
+        assert isinstance(between, Collective)
+        return TwoLevels(group, inner, between, hosts)
+    except BaseException as e:
+        for level in (inner, between):
+            if level is not None:
+                level.abort(f"{name} does not connect: {e}")
+                level.close()
+        raise
+
+
+def attempt(
+    name: str, group: Group, device: torch.device, config: Config, where: topology.Topology, timeout_s: float
+) -> dict[int, str]:
+    """Connect transport ``name``, move bytes between all pairs, and close it. Collective.
+
+    Returns:
+        Why it does not connect ``group``, by rank; {} if it does.
+    """
+    reasons: dict[str, dict[int, str]] = {}
+    transport = _connect(name, group, device, config, where, timeout_s, reasons)
+    if transport is not None:
+        transport.close(timeout_s)
+    return reasons.get(name, {})
 
 
 def provider(device: torch.device, config: Config) -> tuple[GemmProvider, Choice]:

@@ -30,6 +30,11 @@ class Stock:
         """Return the stock path of what the user gave as ``group``; without a ProcessGroup it only serves size 1."""
         return cls(group.rank, group.size, process_group_of(given))
 
+    @property
+    def reaches(self) -> bool:
+        """Whether a ProcessGroup reaches the other ranks."""
+        return self._group is not None
+
     def check(self) -> None:
         """Raise Unsupported if there are other ranks and no ProcessGroup that reaches them. Local."""
         if self._size > 1:

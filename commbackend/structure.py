@@ -58,17 +58,23 @@ class Structure:
             self._fail(f"a plan of {plan.size} ranks has programs for ranks {[p.rank for p in plan.programs]}")
         heap = [b for b in plan.programs[0].buffers if b.space == "heap"] if plan.programs else []
         for program in plan.programs:
-            self._rank, self._where = program.rank, f"{plan.op}: rank {program.rank}"
-            self._declared(program)
+            self.check_program(program)
             if [b for b in program.buffers if b.space == "heap"] != heap:
+                self._where = f"{plan.op}: rank {program.rank}"
                 self._fail("its heap buffers differ from rank 0's in name, shape, dtype or order")
-            for i, step in enumerate(program.steps):
-                self._where = f"{plan.op}: rank {program.rank}, step {i} ({type(step).__name__})"
-                if step.lane < 0:
-                    self._fail(f"lane {step.lane}")
-                if step.after and not 0 <= min(step.after) <= max(step.after) < i:
-                    self._fail(f"after {step.after}: only earlier steps can be named")
-                self._step(step)
+
+    def check_program(self, program: Program) -> None:
+        """Raise PlanError for the first rule that one rank's program breaks."""
+        op = self._plan.op
+        self._rank, self._where = program.rank, f"{op}: rank {program.rank}"
+        self._declared(program)
+        for i, step in enumerate(program.steps):
+            self._where = f"{op}: rank {program.rank}, step {i} ({type(step).__name__})"
+            if step.lane < 0:
+                self._fail(f"lane {step.lane}")
+            if step.after and not 0 <= min(step.after) <= max(step.after) < i:
+                self._fail(f"after {step.after}: only earlier steps can be named")
+            self._step(step)
 
     def _fail(self, text: str) -> NoReturn:
         raise PlanError(f"{self._where}: {text}")
@@ -131,15 +137,39 @@ class Structure:
             self._same(self._reach(region), out, region, s.out)
         if s.bias and self._own(s.bias) != (1, 1, n):
             self._fail(f"bias {s.bias} is not one row of {n}")
+        for scale, rows in ((s.scale_a, a[1]), (s.scale_b, b[1])):
+            if scale and self._own(scale) not in ((1, 1, 1), (1, 1, rows)):
+                self._fail(f"scales {scale} are not one row of 1 or {rows}")
         for peer, word in (*s.ready, *s.done):
             self._word(peer, word, self_too=True)
             if word == CREDIT:
                 self._fail("kernels poll and raise data words, not credits")
 
+    def _one_shot(self, s: Collective) -> None:
+        if self._caps and not self._caps.exchanges:
+            self._fail("no kernel here exchanges rows with peers")
+        if not (1 <= len(s.srcs) <= 2 and len(s.dsts) == 1 + (s.weight is not None)) or s.slots:
+            self._fail(f"one_shot of {len(s.srcs)} and {len(s.dsts)} regions")
+        shape = self._writable(s.dsts[0], own=True)
+        for region in (*s.srcs, *s.dsts[1:]):
+            self._same(self._own(region), shape, region, s.dsts[0])
+        self._writable(s.dsts[-1], own=True)
+        for row in (s.bias, s.weight):
+            if row and self._own(row) != (1, 1, shape[2]):
+                self._fail(f"{row} is not one row of {shape[2]}")
+
     def _collective(self, s: Collective) -> None:
-        if self._caps and not self._caps.collective:
+        if s.kind == "one_shot":
+            self._one_shot(s)
+            return
+        if self._caps and not (self._caps.hosts if s.between else self._caps.collective):
             self._fail("this transport has no collectives")
         size = self._plan.size
+        if s.between:
+            hosts = self._plan.meta.get("hosts", ())
+            if len(hosts) != size or s.kind in ("reduce_scatter", "all_reduce") or s.slots:
+                self._fail("between hosts nothing is summed or polled, and the plan's meta names every rank's host")
+            size = len(set(hosts))
         counts = {
             "all_gather": (1, size),
             "all_to_all": (size, size),
@@ -162,6 +192,9 @@ class Structure:
         if self._caps and not self._caps.one_sided and peer != self._rank:
             self._fail("this transport is not one-sided")
         self._word(peer, word, self_too=self_too)
+        hosts = self._plan.meta.get("hosts")
+        if hosts and hosts[peer] != hosts[self._rank]:
+            self._fail(f"rank {peer} is on another host, which only collectives reach")
         if delta != wanted:
             self._fail(f"delta {delta} for word {word}: it must be {wanted}")
 

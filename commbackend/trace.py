@@ -1,13 +1,16 @@
 """Who computed, who copied, who waited, and when: recorded by the engine; drawn by Perfetto and by ``plots``.
 
 A ``Trace`` is what ``Communicator.recorder`` calls after every step of a call. Its file is Chrome trace JSON: one
-process a rank, one track a lane, one arrow from every put to the wait it ends. Times are ``time.monotonic_ns`` of the
+process a rank, one track a lane, arrows from every put to the wait it ends and from there to the product that follows.
+A call is a span of the application's track that names its operation and layer. Times are ``time.monotonic_ns`` of the
 host, so files of one host merge as they are; those of several hosts are aligned by wall clocks, as well as those agree.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
+import itertools
 import json
 import re
 import sys
@@ -19,18 +22,38 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .errors import CommBackendError, ConfigError, Unavailable
+from .plan import CREDIT
 
-__all__ = ["PHASE_LANE", "Overlap", "Span", "Trace", "chrome", "kind", "load", "main", "moves", "overlap", "save"]
+__all__ = [
+    "PHASE_LANE",
+    "Exposed",
+    "Overlap",
+    "Span",
+    "Trace",
+    "call_name",
+    "chrome",
+    "exposed",
+    "kind",
+    "load",
+    "main",
+    "moves",
+    "one_call",
+    "overlap",
+    "recording",
+    "save",
+]
 
 #: Lane of spans that the application records itself (forward, backward, ...).
 PHASE_LANE = -1
 KINDS = ("gemm", "put", "get", "collective", "wait", "signal", "copy", "reduce", "phase")
 _COLLECTIVES = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "collective")
-# The engine's labels: "put x to 1 slot 2" at the writer, "wait 0 slot 2" at the reader.
-_PUT = re.compile(r"put .* to (\d+) slot (\d+)")
+# The engine's labels: "put x to 1 slot 2" or "signal 1 slot 2" at the writer, "wait 0 slot 2" at the reader.
+_PUT = re.compile(r"(?:put .* to|signal) (\d+) slot (\d+)")
 _WAIT = re.compile(r"wait (\d+) slot (\d+)")
 # Copies into and out of symmetric memory are half of a transfer: peers read or wrote the other side.
 _STAGING = re.compile(r"copy .*\.heap\b.*")
+# The communicator's own: "call all_gather_matmul in decoder.0.fc1, backward".
+_CALL = re.compile(r"call (\w+)(?: in (.*?))?(, backward)?")
 _Flow: TypeAlias = tuple[int, int, int]
 
 
@@ -56,6 +79,11 @@ def kind(name: str) -> str:
 def moves(name: str) -> bool:
     """Whether the step a span's name speaks of moves bytes between ranks."""
     return kind(name) in ("put", "get", "collective") or _STAGING.fullmatch(name) is not None
+
+
+def call_name(op: str, layer: str, phase: str) -> str:
+    """Return the name of a call's span."""
+    return f"call {op}" + f" in {layer}" * bool(layer) + ", backward" * (phase == "backward")
 
 
 class Trace:
@@ -137,6 +165,7 @@ def chrome(traces: Sequence[Trace]) -> dict[str, Any]:
             events.append(event)
             _note_flow(event, puts, waits)
     events += _arrows(puts, waits)
+    events += _uses(events)
     clock, offset = (traces[0].clock, traces[0].wall_offset_ns) if traces else ("", 0)
     ranks = [{"rank": t.rank, "clock": clock, "wall_offset_ns": offset} for t in traces]
     return {
@@ -155,7 +184,7 @@ def _note_flow(
 ) -> None:
     """File a put or a wait under (writer, reader, word), the name both sides share."""
     rank, name = event["pid"], event["name"]
-    if put := _PUT.fullmatch(name):
+    if (put := _PUT.fullmatch(name)) and int(put[2]) != CREDIT:  # credits are for the call after the next
         puts.setdefault((rank, int(put[1]), int(put[2])), []).append(event)
     elif wait := _WAIT.fullmatch(name):
         waits.setdefault((int(wait[1]), rank, int(wait[2])), []).append(event)
@@ -179,6 +208,24 @@ def _arrows(
                 "tid": met["tid"],
                 "ts": max(left, met["ts"] + met["dur"]),
             }
+
+
+def _uses(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An arrow from the last wait of a lane before a product to that product."""
+    found: list[dict[str, Any]] = []
+    lanes: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in events:
+        if event.get("cat") in ("wait", "gemm"):
+            lanes.setdefault((event["pid"], event["tid"]), []).append(event)
+    for lane in lanes.values():
+        lane.sort(key=lambda e: e["ts"])
+        for wait, product in itertools.pairwise(lane):
+            if (wait["cat"], product["cat"]) == ("wait", "gemm"):
+                arrow = {"cat": "use", "name": "wait to GEMM", "id": len(found) // 2}
+                arrow |= {"pid": wait["pid"], "tid": wait["tid"]}
+                end = wait["ts"] + wait["dur"]
+                found += [arrow | {"ph": "s", "ts": end}, arrow | {"ph": "f", "bp": "e", "ts": max(end, product["ts"])}]
+    return found
 
 
 def _shifts(traces: Sequence[Trace]) -> dict[int, int]:
@@ -224,6 +271,56 @@ def overlap(spans: Iterable[Span]) -> Overlap:
     return Overlap(_length(gemm) / 1e6, _length(moving) / 1e6, _length(waiting) / 1e6, hidden / 1e6)
 
 
+@dataclass(frozen=True, slots=True)
+class Exposed:
+    """Calls of one layer on one rank: how many, how long, and how much of it ran without a product."""
+
+    calls: int
+    call_ms: float
+    exposed_ms: float
+
+
+def exposed(spans: Iterable[Span]) -> dict[str, Exposed]:
+    """Return layer -> what its calls exposed; calls outside layers are filed under their operation."""
+    spans = list(spans)
+    products = _union([(s.start_ns, s.end_ns) for s in spans if kind(s.name) == "gemm"])
+    starts = [start for start, _ in products]
+    found: dict[str, Exposed] = {}
+    for span in spans:
+        made = _CALL.fullmatch(span.name)
+        if made is None:
+            continue
+        name = (made[2] or made[1]) + (made[3] or "")
+        near = products[max(0, bisect.bisect(starts, span.start_ns) - 1) : bisect.bisect(starts, span.end_ns)]
+        busy = sum(max(0, min(e, span.end_ns) - max(s, span.start_ns)) for s, e in near)
+        length = span.end_ns - span.start_ns
+        so_far = found.get(name, Exposed(0, 0.0, 0.0))
+        found[name] = Exposed(
+            so_far.calls + 1, so_far.call_ms + length / 1e6, so_far.exposed_ms + (length - busy) / 1e6
+        )
+    return found
+
+
+def one_call(traces: Sequence[Trace]) -> tuple[str, list[Trace]]:
+    """The last call of the layer that exposes most: its name, and every rank's spans within it. ("", []) if none."""
+    first = next(iter(traces), None)
+    by_layer = exposed(first.spans) if first is not None else {}
+    if first is None or not by_layer:
+        return "", []
+    worst = max(by_layer, key=lambda name: by_layer[name].exposed_ms)
+    calls = [s for s in first.spans if (m := _CALL.fullmatch(s.name)) and (m[2] or m[1]) + (m[3] or "") == worst]
+    number = sum(s.name == calls[-1].name for s in calls) - 1
+    found = []
+    for trace in traces:
+        theirs = [s for s in trace.spans if s.name == calls[-1].name]
+        if number < len(theirs):
+            window = theirs[number]
+            part = Trace(trace.rank)
+            part.spans = [s for s in trace.spans if s.start_ns >= window.start_ns and s.end_ns <= window.end_ns]
+            found.append(part)
+    return calls[-1].name, found
+
+
 def _union(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
     for start, end in sorted(intervals):
@@ -236,6 +333,31 @@ def _union(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _length(intervals: list[tuple[int, int]]) -> int:
     return sum(e - s for s, e in intervals)
+
+
+@contextmanager
+def recording(path: str | Path) -> Iterator[Trace]:
+    """Record every call of the body, on communicators that are there or are made in it, and write it to ``path``.
+
+    Local; for a picture of all ranks each records to a file of its own: ``rank0.json``, ... of one folder, for
+    ``commbackend trace --merge``.
+    """
+    from .communicator import Communicator, communicators
+    from .config import launcher
+
+    alive = communicators()
+    trace = Trace(alive[0].rank if alive else launcher().rank)
+    before = {comm: comm.recorder for comm in alive}
+    default, Communicator.default_recorder = Communicator.default_recorder, trace
+    for comm in alive:
+        comm.recorder = trace
+    try:
+        yield trace
+    finally:
+        Communicator.default_recorder = default
+        for comm in communicators():
+            comm.recorder = before.get(comm, default)
+        trace.save(path)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -314,11 +436,19 @@ def _merge(folder: Path, *, as_json: bool) -> int:
 
         plots.timeline(traces, folder / "timeline.png", title=f"Timeline of {len(traces)} ranks")
         written.append(str(folder / "timeline.png"))
+        name, part = one_call(traces)
+        if part:
+            plots.timeline(part, folder / "call.png", title=name)
+            written.append(str(folder / "call.png"))
     except Unavailable as e:
         print(f"no picture: {e}", file=sys.stderr)
     found = {t.rank: overlap(t.spans) for t in traces}
+    layers = {t.rank: exposed(t.spans) for t in traces}
     if as_json:
-        rows = [{"rank": r, **asdict(o), "share": o.share} for r, o in found.items()]
+        rows = [
+            {"rank": r, **asdict(o), "share": o.share, "layers": {n: asdict(e) for n, e in layers[r].items()}}
+            for r, o in found.items()
+        ]
         print(json.dumps({"ranks": rows, "written": written}, indent=2))
         return 0
     for rank, o in found.items():
@@ -326,5 +456,18 @@ def _merge(folder: Path, *, as_json: bool) -> int:
             f"rank {rank}: GEMMs {o.gemm_ms:.1f} ms, moving {o.moving_ms:.1f} ms ({o.share:.0%} of it under a GEMM), "
             f"waits {o.waiting_ms:.1f} ms"
         )
+    for line in _by_layer(layers):
+        print(line)
     print(f"written: {', '.join(written)} (open trace.json in Perfetto: ui.perfetto.dev)")
     return 0
+
+
+def _by_layer(layers: Mapping[int, Mapping[str, Exposed]]) -> Iterator[str]:
+    """One line a layer: the rank that exposed most, the layers that expose most first."""
+    known = dict.fromkeys(name for of in layers.values() for name in of)
+    names = {name: max((of[name].exposed_ms, r) for r, of in layers.items() if name in of) for name in known}
+    if names:
+        yield "exposed (time of calls without a product), slowest rank:"
+    for name, (ms, rank) in sorted(names.items(), key=lambda item: -item[1][0]):
+        e = layers[rank][name]
+        yield f"  {name}: {ms:.2f} of {e.call_ms:.2f} ms in {e.calls} calls, rank {rank}"

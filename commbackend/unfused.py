@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from . import registry
+from .contract import GemmProblem, GemmSegment
 from .errors import Unsupported
 from .plan import Problem
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from .communicator import Communicator
 
-__all__ = ["execute", "product"]
+__all__ = ["execute", "product", "unfused"]
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -31,14 +33,23 @@ def execute(comm: Communicator, problem: Problem, tensors: Mapping[str, Tensor])
     Raises:
         Unsupported: A plain collective has no schedule on this transport; there is nothing left to fall back to.
     """
+    if comm.stock_wins(problem) and not comm.config.batch_invariant:
+        comm.count(problem.op, False, "torch.distributed was measured to be faster")
+        unfused(comm, problem, tensors, stock=True)
+        return
     reason = "transport is off" if comm.off else comm.supports(problem)
     if reason is None:
         comm.run(problem, tensors)
         return
-    if problem.op in _COLLECTIVES and not comm.off:
+    if (problem.op in _COLLECTIVES or comm.config.batch_invariant) and not comm.off:
         raise Unsupported(f"rank {comm.rank}: {problem.op} of {problem.dtype} over {comm.transport}: {reason}")
     comm.count(problem.op, False, reason)
-    _Unfused(comm, problem, tensors).run()
+    unfused(comm, problem, tensors)
+
+
+def unfused(comm: Communicator, problem: Problem, tensors: Mapping[str, Tensor], *, stock: bool = False) -> None:
+    """Run ``problem`` as collectives and products, one after the other; ``stock``: torch.distributed's. Collective."""
+    _Unfused(comm, problem, tensors, stock).run()
 
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -52,8 +63,9 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
 class _Unfused:
     """One call on one rank."""
 
-    def __init__(self, comm: Communicator, problem: Problem, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, comm: Communicator, problem: Problem, tensors: Mapping[str, Tensor], stock: bool) -> None:
         self.comm, self.p, self.t = comm, problem, tensors
+        self.stock = stock or comm.off
         self.weights = [tensors[f"w{i}"] for i in range(len(problem.n)) if f"w{i}" in tensors]
 
     def run(self) -> None:
@@ -68,9 +80,10 @@ class _Unfused:
             case "all_gather_matmul":
                 self.all_gather_matmul()
             case "matmul_reduce_scatter":
-                self.add_bias(self.scatter(t["x"] @ t["w0"].t()))
+                self.add_bias(self.scatter(self.partial()))
             case "matmul_all_reduce":
-                self.add_bias(self.reduce(t["x"] @ t["w0"].t()))
+                total = self.reduce(self.partial())
+                self.add_bias(total.add_(t["residual"]) if "residual" in p.flags else total)
             case "dgrad_reduce_scatter" | "dgrad_all_reduce":
                 self.dgrad()
             case _:
@@ -80,11 +93,32 @@ class _Unfused:
         p, t = self.p, self.t
         gathered = self.gather(t["x"])
         for i, w in enumerate(self.weights):
-            product(gathered, w, t[f"bias{i}"][0] if p.bias else None, t[f"out{i}"])
+            bias = t[f"bias{i}"][0] if p.bias else None
+            if p.scales:
+                self.scaled_product(gathered, i, bias, t[f"out{i}"])
+            else:
+                product(gathered, w, bias, t[f"out{i}"])
         if "gathered" in p.flags:
             t["gathered"].copy_(gathered)
         if "wgrad" in p.flags:
             torch.mm(gathered.t(), t["y"], out=t["dw"])
+
+    def partial(self) -> Tensor:
+        """This rank's product of all rows."""
+        x, w = self.t["x"], self.t["w0"]
+        if not self.p.scales:
+            return x @ w.t()
+        out = torch.empty(x.shape[0], w.shape[0], dtype=getattr(torch, self.p.result), device=x.device)
+        self.scaled_product(x, 0, None, out)
+        return out
+
+    def scaled_product(self, x: Tensor, i: int, bias: Tensor | None, out: Tensor) -> None:
+        """out = x @ weight i, fp8 with scales (+ bias row)."""
+        w, p = self.weights[i], self.p
+        (m, k), n = x.shape, w.shape[0]
+        problem = GemmProblem(m, n, k, p.dtype, p.result, x.device.type, bias=bias is not None, scales=True)
+        scale_a, scale_b = self.t["scale_a"][0], self.t[f"scale_b{i}"][0]
+        registry.gemm("torch")().prepare(problem)([GemmSegment(x, w, out, bias, scale_a=scale_a, scale_b=scale_b)])
 
     def add_bias(self, total: Tensor) -> None:
         if self.p.bias:
@@ -110,7 +144,7 @@ class _Unfused:
     # -- the three collectives, of 2-D tensors laid out as the problem says -------------------------------------------
     def gather(self, x: Tensor) -> Tensor:
         p, comm, cols = self.p, self.comm, x.shape[1]
-        if comm.off:
+        if self.stock:
             blocks = x.reshape(p.blocks, p.rows[comm.rank], cols)
             return comm.stock.all_gather(blocks, dim=1, rows=self.uneven()).reshape(p.blocks * p.total, cols)
         out = x.new_empty((p.blocks * p.total, cols))
@@ -120,18 +154,18 @@ class _Unfused:
     def scatter(self, x: Tensor) -> Tensor:
         p, comm, cols = self.p, self.comm, x.shape[1]
         mine = p.rows[comm.rank]
-        if comm.off:
+        if self.stock:
             blocks = x.reshape(p.blocks, p.total, cols)
             return comm.stock.reduce_scatter(blocks, dim=1, rows=self.uneven()).reshape(p.blocks * mine, cols)
         out = x.new_empty((p.blocks * mine, cols))
-        execute(comm, Problem("reduce_scatter", p.rows, p.blocks, cols, dtype=p.dtype), {"x": x, "out": out})
+        execute(comm, Problem("reduce_scatter", p.rows, p.blocks, cols, dtype=p.result), {"x": x, "out": out})
         return out
 
     def reduce(self, x: Tensor) -> Tensor:
-        if self.comm.off:
+        if self.stock:
             return self.comm.stock.all_reduce(x)
         out = torch.empty_like(x)
-        execute(self.comm, Problem("all_reduce", self.p.rows, k=x.shape[1], dtype=self.p.dtype), {"x": x, "out": out})
+        execute(self.comm, Problem("all_reduce", self.p.rows, k=x.shape[1], dtype=self.p.result), {"x": x, "out": out})
         return out
 
     def uneven(self) -> tuple[int, ...] | None:

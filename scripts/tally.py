@@ -26,7 +26,8 @@ def main(folder: Path) -> int:
     counts = dict.fromkeys(ORDER, 0)
     for line in (folder / "checks").read_text().splitlines():
         counts[line.rsplit(" ", 1)[1]] += 1
-    for part, pattern in (("pytest", "pytest.xml"), ("mpi", "mpi-*.xml")):
+    for part in ("pytest", "mpi", "hosts-2", "hosts-3,1"):
+        pattern = "pytest.xml" if part == "pytest" else f"{part}-*.xml"
         merged: dict[str, str] = {}
         for path in sorted(folder.glob(pattern)):
             for name, outcome in outcomes(path).items():

@@ -22,13 +22,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from commbackend import copy_kernels
 from commbackend.contract import Caps, Rendezvous, Window
 from commbackend.cuda_driver import Driver, tensor_at
+from commbackend.cuda_symmetric import CudaSymmetric
+from commbackend.transports.mnnvl import MnnvlTransport
 from commbackend.transports.userbuffers import UserbuffersTransport
 
 GRAIN = 1 << 21
@@ -76,6 +78,8 @@ class Gpu:
     attributes: Mapping[str, int] = field(default_factory=dict)
     #: uuids of GPUs whose memory this one cannot map, and of those whose writes arrive with a bit flipped.
     unreachable: frozenset[bytes] = frozenset()
+    #: Whether an IMEX channel permits fabric handles.
+    imex: bool = True
     flips: frozenset[bytes] = frozenset()
 
 
@@ -423,8 +427,10 @@ class FakeCuda:
         return fd
 
     def cuMemCreate(self, nbytes: int, prop: Any, flags: int) -> Any:
-        if nbytes % GRAIN or prop.requestedHandleTypes != 1:
+        if nbytes % GRAIN or prop.requestedHandleTypes not in (1, 8):
             return INVALID
+        if prop.requestedHandleTypes == 8 and not self._gpu(prop.location.id).imex:
+            return CUresult.CUDA_ERROR_NOT_PERMITTED
         fd = self._new_memory(self._gpu(prop.location.id), nbytes)
         return CUresult.CUDA_ERROR_OUT_OF_MEMORY if fd is None else self._hold(_Physical(fd, nbytes))
 
@@ -448,11 +454,16 @@ class FakeCuda:
             os.close(physical.fd)
 
     def cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> Any:
-        return os.dup(self._physical[handle].fd) if kind == 1 else CUresult.CUDA_ERROR_NOT_PERMITTED
+        fd = self._physical[handle].fd
+        if kind == 1:
+            return os.dup(fd)
+        # A fabric handle names the memory to every process, as the name of an open file of this one does.
+        return SimpleNamespace(data=f"/proc/{os.getpid()}/fd/{fd}".encode().ljust(64, b"\0"))
 
-    def cuMemImportFromShareableHandle(self, fd: int, kind: int) -> Any:
+    def cuMemImportFromShareableHandle(self, given: Any, kind: int) -> Any:
+        fd = os.dup(given) if kind == 1 else os.open(given.rstrip(b"\0"), os.O_RDWR | os.O_CLOEXEC)
         stat = os.fstat(fd)
-        return self._hold(_Physical(os.dup(fd), stat.st_size, _TEAMS.get(stat.st_ino)))
+        return self._hold(_Physical(fd, stat.st_size, _TEAMS.get(stat.st_ino)))
 
     def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> Any:
         physical = self._physical[handle]
@@ -655,6 +666,19 @@ class FakeCuda:
         self._add("wait_value", stream, lambda: _word(address).value >= value)
         return ()
 
+    def cuStreamBatchMemOp(self, stream: int, count: int, params: int, flags: int) -> Any:
+        if not self._here:
+            return CUresult.CUDA_ERROR_INVALID_CONTEXT
+        for i in range(count):
+            operation, address, value, _ = struct.unpack_from("<IxxxxQqI", ctypes.string_at(params + 48 * i, 48))
+            if operation not in (4, 5):
+                return INVALID
+            if operation == 4:
+                self._add("wait_value", stream, functools.partial(_reached, address, value))
+            else:
+                self._add("write_value", stream, functools.partial(_store, address, value))
+        return ()
+
     def cuModuleLoadData(self, image: bytes) -> Any:
         module = next(self._ids)
         self._modules.add(module)
@@ -679,6 +703,12 @@ class FakeCuda:
     # -- kernels: what copy_kernels.SOURCE says, in Python ----------------------------------------------------------
     def _cb_copy(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int) -> Any:
         return self._rows(dst, dst_pitch, src, src_pitch, width, rows)
+
+    def _cb_put(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, slot: int, value: int
+    ) -> Any:
+        copy = self._rows(dst, dst_pitch, src, src_pitch, width, rows)
+        return lambda: copy() and _store(slot, value)
 
     def _cb_raise(self, slot: int, value: int, epoch: int) -> Any:
         return lambda: _store(slot, value + (_word(epoch).value if epoch else 0))
@@ -739,6 +769,10 @@ def _word(address: int) -> ctypes.c_int64:
     return ctypes.c_int64.from_address(address)
 
 
+def _reached(address: int, value: int) -> bool:
+    return bool(_word(address).value >= value)
+
+
 def _store(address: int, value: int) -> bool:
     _word(address).value = value
     return True
@@ -773,7 +807,8 @@ class FakeDriver(Driver):
     api: FakeCuda
 
     def __init__(self, ordinal: int, fake: FakeCuda, rank: int) -> None:
-        super().__init__(ordinal, rank=rank, api=fake, nvrtc=FakeNvrtc())
+        batch = lambda *args: int(fake.cuStreamBatchMemOp(*args)[0])  # noqa: E731 - libcuda's form of result
+        super().__init__(ordinal, rank=rank, api=fake, nvrtc=FakeNvrtc(), batch=batch)
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
         return tensor_at(address, nbytes, 1, 0)
@@ -785,10 +820,10 @@ class FakeDriver(Driver):
         self.api._add("strided", stream, lambda: dst.copy_(src) is not None)
 
 
-class FakeUserbuffers(UserbuffersTransport):
-    """The transport on ``fakes[rank]``: its tensors are on the CPU, its GPU is the first that the fake sees."""
+class _OnFake(CudaSymmetric):
+    """A transport on ``fakes[rank]``: its tensors are on the CPU, its GPU is the first that the fake sees."""
 
-    fakes: dict[int, FakeCuda]
+    fakes: ClassVar[dict[int, FakeCuda]]
 
     def _put(self, dst: Window, src: torch.Tensor, *rest: Any) -> None:
         # A caching allocator gives memory out again in stream order; the CPU's gives it out at once.
@@ -805,17 +840,31 @@ class FakeUserbuffers(UserbuffersTransport):
         return FakeDriver(device.index or 0, cls.fakes[rank], rank)
 
 
-class ProcessUserbuffers(FakeUserbuffers):
+class FakeUserbuffers(_OnFake, UserbuffersTransport):
+    """``userbuffers`` on fakes."""
+
+
+class FakeMnnvl(_OnFake, MnnvlTransport):
+    """``mnnvl`` on fakes."""
+
+    @classmethod
+    def probe(cls, device: torch.device) -> None:
+        if device.type != "cpu":
+            super().probe(device)
+        else:
+            cls._try_fabric(cls.open_driver(device, 0))
+
+
+class _InProcess(_OnFake):
     """For suites that run ranks as processes: each makes its own fake and puts it in the place of ``torch.cuda``.
 
     Work completes when it is enqueued, as under CUDA_LAUNCH_BLOCKING=1, because CPU tensors are freed at once.
     """
 
-    fakes: dict[int, FakeCuda] = {}
-    caps: Caps = replace(UserbuffersTransport.caps, device="cpu")
+    fakes: ClassVar[dict[int, FakeCuda]] = {}
 
     @classmethod
-    def connect(cls, group: Rendezvous, device: torch.device, options: Mapping[str, Any]) -> UserbuffersTransport:
+    def connect(cls, group: Rendezvous, device: torch.device, options: Mapping[str, Any]) -> CudaSymmetric:
         if group.rank not in cls.fakes:
             cls.fakes[group.rank] = FakeCuda(gpus(8), [group.rank, (group.rank + 1) % 8], blocking=True)
         fake = cls.fakes[group.rank]
@@ -823,3 +872,16 @@ class ProcessUserbuffers(FakeUserbuffers):
         torch.cuda.current_stream = lambda *_: SimpleNamespace(cuda_stream=0)  # type: ignore[assignment]
         torch.cuda.Stream = lambda *_: SimpleNamespace(cuda_stream=fake.new_stream())  # type: ignore[assignment,misc]
         return super().connect(group, device, options)
+
+
+class ProcessUserbuffers(_InProcess, FakeUserbuffers):
+    caps: Caps = replace(UserbuffersTransport.caps, device="cpu")
+
+
+class ProcessMnnvl(_InProcess, FakeMnnvl):
+    caps: Caps = replace(MnnvlTransport.caps, device="cpu")
+
+    @classmethod
+    def probe(cls, device: torch.device) -> None:
+        if device.type != "cpu":
+            super().probe(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ class FakeCaps:
     stream_ordered: bool = False
     free_queues: bool = True
     copy_lanes: int = 1
+    exchanges: bool = False
+    hosts: tuple[int, ...] = ()
 
 
 #: Every combination of roles that changes a plan.
@@ -31,9 +34,19 @@ CAPS = {
     "puts": FakeCaps(peer_view=False, collective=False),
     "collectives": FakeCaps(one_sided=False, peer_view=False),
     "gpu": FakeCaps(collective=False, stream_ordered=True),
+    "kernels": FakeCaps(collective=False, stream_ordered=True, exchanges=True),
     "one queue": FakeCaps(collective=False, stream_ordered=True, free_queues=False),
 }
+#: Transports of two levels, for the number of ranks that they have.
+TWO_LEVELS = {
+    "by host": FakeCaps(collective=False, peer_view=False, hosts=(0, 0, 1, 1)),
+    "in turn": FakeCaps(collective=False, peer_view=False, hosts=(0, 1, 0, 1)),
+    "symmetric": FakeCaps(collective=False, peer_view=False, source="symmetric", hosts=(0, 1, 1, 0)),
+    "three hosts": FakeCaps(collective=False, peer_view=False, hosts=(0, 1, 2, 2, 0, 1)),
+    "three ranks a host": FakeCaps(collective=False, peer_view=False, hosts=(0, 0, 1, 1, 0, 1)),
+}
 FLAGS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "matmul_all_reduce": ((), ("residual",)),
     "all_gather_matmul": ((), ("gathered",), ("wgrad",), ("gathered", "wgrad")),
     "dgrad_reduce_scatter": ((), ("wgrad",), ("saved", "wgrad"), ("no_dgrad", "wgrad")),
     "dgrad_all_reduce": ((), ("wgrad",), ("no_dgrad", "wgrad")),
@@ -106,10 +119,19 @@ def golden() -> Iterator[tuple[str, Problem, FakeCaps, Knobs]]:
     yield "matmul_all_reduce.two_shot.folds", problem("matmul_all_reduce", (4, 4)), puts, Knobs("two_shot", 2, 1, True)
     yield "matmul_all_reduce.two_shot_direct", problem("matmul_all_reduce", (4, 4)), every, Knobs("two_shot_direct")
     yield "matmul_all_reduce.one_shot_pull", problem("matmul_all_reduce", (2, 2)), every, Knobs("one_shot_pull", 1, 0)
+    kernel = problem("matmul_all_reduce", (2, 1), n=8, flags=("norm", "residual"), bias=True)
+    kernel = dataclasses.replace(kernel, dtype="float32", eps=1e-6)
+    yield "matmul_all_reduce.one_shot_kernel", kernel, CAPS["kernels"], Knobs("one_shot_kernel", 1, 0)
     yield "matmul_all_reduce.collective", problem("matmul_all_reduce", (4, 4)), only, Knobs("collective", 2)
     dgrad = problem("dgrad_reduce_scatter", (4, 4), weights=2, flags=("wgrad",))
     yield "dgrad_reduce_scatter.push", dgrad, puts, Knobs("push", 2)
     yield "dgrad_all_reduce.two_shot_pull", problem("dgrad_all_reduce", (4, 4)), every, Knobs("two_shot_pull", 2)
+
+    level, turn = TWO_LEVELS["by host"], TWO_LEVELS["in turn"]
+    gathering = problem("all_gather_matmul", (4, 2, 0, 2), flags=gathered)
+    yield "all_gather_matmul.two_level", gathering, level, Knobs("two_level", 2, 1)
+    yield "matmul_reduce_scatter.two_level", problem("matmul_reduce_scatter", (2,) * 4), turn, Knobs("two_level", 1, 2)
+    yield "all_reduce.two_level", problem("all_reduce", (2, 1, 1, 0)), level, Knobs("two_level", 1, 0)
 
 
 def golden_text(plan: Plan) -> str:

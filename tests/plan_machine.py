@@ -6,6 +6,7 @@ that what is not ordered by the plan happens in every order. Heap halves persist
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class Stuck(AssertionError):
 class Frame:
     """One call of one rank."""
 
+    call: int
     seq: int
     plan: Plan
     tensors: dict[str, Array]
@@ -43,11 +45,15 @@ class Machine:
         need = max(sum(b.rows * b.cols for b in p.programs[0].buffers if b.space == "heap") for p in plans)
         self.heap = [[np.full(need, GARBAGE + r) for _ in range(2)] for r in range(self.size)]
         self.words: dict[tuple[int, int, int], int] = {}
-        self.meetings: dict[tuple[int, int], dict[int, tuple[Collective, list[Array]]]] = {}
-        self.frames = [[self._frame(p, i + 1, r, inputs[i][r]) for i, p in enumerate(plans)] for r in range(self.size)]
+        #: (call, number of the collective, ranks that take part) -> what they bring.
+        self.meetings: dict[tuple[int, int, tuple[int, ...]], dict[int, tuple[Collective, list[Array]]]] = {}
+        # Calls that share nothing with their peers are not counted.
+        seqs = list(itertools.accumulate(any(one.counted for one in p.programs) for p in plans))
+        calls = list(enumerate(zip(plans, seqs, inputs)))
+        self.frames = [[self._frame(p, i, seq, r, given[r]) for i, (p, seq, given) in calls] for r in range(self.size)]
         self.now = [0] * self.size
 
-    def _frame(self, plan: Plan, seq: int, rank: int, inputs: Mapping[str, Array]) -> Frame:
+    def _frame(self, plan: Plan, call: int, seq: int, rank: int, inputs: Mapping[str, Array]) -> Frame:
         tensors = {}
         for b in plan.programs[rank].buffers:
             if b.space == "input":
@@ -55,7 +61,7 @@ class Machine:
                 tensors[b.name] = inputs[b.name]
             elif b.space != "heap":
                 tensors[b.name] = np.full((b.rows, b.cols), GARBAGE * 3)
-        return Frame(seq, plan, tensors, [False] * len(plan.programs[rank].steps))
+        return Frame(call, seq, plan, tensors, [False] * len(plan.programs[rank].steps))
 
     # -- memory
     def view(self, rank: int, f: Frame, region: Region) -> Array:
@@ -139,7 +145,8 @@ class Machine:
             segment = s.segments[f.polled.get(i, 0)]
             return all(self.word(rank, w, k) >= f.seq for w, k in segment.ready)
         if isinstance(s, Collective) and i in f.started:
-            return len(self.meetings[f.seq, f.started[i]]) == self.size
+            members = self.members(rank, f, s)
+            return len(self.meetings[f.call, f.started[i], members]) == len(members)
         return True
 
     def _move(self, rank: int, i: int) -> None:
@@ -189,15 +196,31 @@ class Machine:
         assert isinstance(s, Put | Get | Copy)
         return self.read(rank, f, s.src)
 
+    def members(self, rank: int, f: Frame, s: Collective) -> tuple[int, ...]:
+        """Who takes part in ``s``, in the order of its regions: all, or those of ``rank``'s number on their hosts."""
+        if not s.between:
+            return tuple(range(self.size))
+        hosts = f.plan.meta["hosts"]
+        by_host = [[r for r in range(self.size) if hosts[r] == h] for h in sorted(set(hosts))]
+        return next(twins for twins in zip(*by_host) if rank in twins)
+
     def _collective(self, rank: int, f: Frame, i: int, s: Collective) -> bool:
+        members = self.members(rank, f, s)
         if i not in f.started:
             f.started[i], f.met = f.met, f.met + 1
-            meeting = self.meetings.setdefault((f.seq, f.started[i]), {})
+            meeting = self.meetings.setdefault((f.call, f.started[i], members), {})
             meeting[rank] = (s, [self.read(rank, f, r) for r in s.srcs])
             return False
-        meeting = self.meetings[f.seq, f.started[i]]
-        for r, (theirs, data) in meeting.items():
-            value, target = data[rank] if s.kind == "all_to_all" else data[0], s.dsts[r]
+        meeting = self.meetings[f.call, f.started[i], members]
+        if s.kind == "one_shot":
+            total = sum(data[0] for _, data in meeting.values())
+            for mine in (*s.srcs[1:], *((s.bias,) if s.bias else ())):
+                total = total + self.read(rank, f, mine)
+            self.write(rank, f, s.dsts[0], total)
+            return True
+        for at, r in enumerate(members):
+            theirs, data = meeting[r]
+            value, target = data[members.index(rank)] if s.kind == "all_to_all" else data[0], s.dsts[at]
             assert theirs.kind == s.kind
             assert value.shape[0] == target.rows * target.blocks, (s.kind, r, rank)
             self.write(rank, f, target, value)
@@ -246,6 +269,8 @@ def make_inputs(problem: Problem, rank: int, seed: int) -> dict[str, Array]:
     if problem.bias:  # replicated: the owner of a row adds it
         same = np.random.default_rng(seed)
         t |= {f"bias{i}": same.integers(-9, 9, (1, n)) for i, n in enumerate(problem.n)}
+    if "residual" in flags:
+        t["residual"] = np.random.default_rng(seed + 1).integers(-9, 9, (total, problem.n[0]))
     t["x"] = some(m if op == "all_gather_matmul" else total, k)
     if "wgrad" in flags:
         t["y"] = some(total, problem.n[0])
@@ -292,6 +317,7 @@ def reference(problem: Problem, inputs: Sequence[Mapping[str, Array]], rank: int
         total = sum(t["x"] @ t["w0"].T for t in inputs)
         if op == "matmul_reduce_scatter":
             total = shard(problem, total, rank)
+        total = total + (mine["residual"] if "residual" in flags else 0)
         return {"out0": total + (mine["bias0"] if problem.bias else 0)}
     out = {}
     if "no_dgrad" not in flags:

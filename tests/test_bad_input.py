@@ -23,7 +23,7 @@ import torch
 from ops_world import CPU, ints, spmd
 from torch.distributed import HashStore
 
-from commbackend import communicator, nn, ops
+from commbackend import chooser, communicator, nn, ops
 from commbackend.communicator import Communicator, init
 from commbackend.config import resolve
 from commbackend.errors import CollectiveMismatch, CommAborted, CommTimeout, ConcurrentUse, PeerDied, ShapeError
@@ -160,11 +160,12 @@ def many_shapes(rank, group):
         for m in [*range(40), 0, 39]:
             x = torch.full((m, 8), rank + 1.0)
             assert ops.all_reduce(x, comm).sum() == 3 * m * 8
-        return len(comm._bound), len(comm._knobs), len(comm._supported)
+        return len(comm._bound), len(comm.chooser._known), len(comm._supported)
 
 
 def test_shapes_that_never_return_are_forgotten(monkeypatch):
-    monkeypatch.setattr(communicator, "_KEPT", 8)
+    for module in (communicator, chooser):
+        monkeypatch.setattr(module, "_KEPT", 8)
     assert run_threads(many_shapes, 2) == [(8, 8, 8)] * 2
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,11 +73,18 @@ VALUES: list[tuple[str, str, object, list[str]]] = [
     ("timeout_s", "1.5", 1.5, ["0", "-1", "inf", "nan", "soon", "1e300"]),
     ("init_timeout_s", "30", 30.0, ["0"]),
     ("numerics", "Library", "library", ["fast"]),
+    ("batch_invariant", "1", True, ["maybe"]),
     ("log_level", "INFO", "info", ["loud"]),
     ("strict", "yes", True, ["maybe", "2"]),
     ("check", "off", False, ["nope"]),
     ("allow_shared_device", "1", True, ["y e s"]),
     ("polling", "always", "always", ["sometimes"]),
+    ("serve", "on", True, ["vllm"]),
+    ("tp_comm_overlap_cfg", "tuned/h100 tp8.yaml", "tuned/h100 tp8.yaml", []),
+    ("dump_signal", "SIGUSR2", "USR2", ["USR3", "KILL"]),
+    ("choices", "tuned/choices.json", "tuned/choices.json", []),
+    ("nvtx", "on", True, ["ranges"]),
+    ("tune", "true", True, ["now"]),
 ]
 
 
@@ -250,3 +259,27 @@ def test_what_disagrees_is_refused(
     with pytest.raises(ConfigError) as e:
         launcher()
     assert all(w in str(e.value) for w in words), e.value
+
+
+def test_the_cache_is_where_xdg_says_or_below_home_or_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert config.cache_folder() == Path("/somewhere/commbackend")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for ignored in ("relative", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert config.cache_folder() == Path("/home/somebody/.cache/commbackend")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user id that nobody knows
+    assert config.cache_folder() is None
+
+
+def test_the_short_name_of_the_log_level_prints_without_the_application_logging() -> None:
+    """COMMBACKEND_LOG=info: what is logged must be seen, also where nobody configured logging."""
+    code = "import logging; from commbackend.config import resolve; resolve();"
+    code += " logging.getLogger('commbackend').info('seen')"
+    root = str(Path(__file__).parent.parent)
+    for level, seen in (("info", "seen\n"), ("warning", "")):
+        env = {"COMMBACKEND_LOG": level, "PYTHONPATH": root}
+        said = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert said.stderr == seen

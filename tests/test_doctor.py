@@ -15,6 +15,8 @@ import pytest
 
 from commbackend import cli, doctor, registry
 from commbackend.config import settings
+from commbackend.reach import Verdict
+from commbackend.topology import Place, Topology
 
 ROOT = Path(__file__).parent.parent
 
@@ -78,6 +80,8 @@ def test_errors_of_ours_are_one_line() -> None:
 
 # -- doctor
 
+PAIRS_OF_3 = ((0, 1), (0, 2), (1, 2))
+
 
 def test_report_of_one_process() -> None:
     found = _run("doctor", "--json", COMMBACKEND_CHUNKS="4", COMMBACKEND_TRANSPROT="shm")
@@ -121,6 +125,7 @@ def test_under_mpirun_rank_0_prints_one_report() -> None:
     said = json.loads(found.stdout)
     assert [r["launch"]["rank"] for r in said["ranks"]] == [0, 1, 2] and said["hosts"] == [0, 0, 0]
     assert all(r["launch"]["dialect"] == "openmpi" for r in said["ranks"])
+    assert [(p["ranks"], p["transport"]) for p in said["pairs"]["cpu"]] == [([a, b], "shm") for a, b in PAIRS_OF_3]
 
 
 def test_ranks_that_differ_are_shown_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,10 +135,25 @@ def test_ranks_that_differ_are_shown_apart(monkeypatch: pytest.MonkeyPatch) -> N
         return {**found, "unknown_variables": {}, "config_error": ""}
 
     base = doctor.examine()
-    lines = doctor._render([report(True, "1"), report(False, "2"), report(True, "1")], [0, 1, 1], "")
+    world = doctor.World(Topology((0, 1, 1)))
+    lines = doctor._render([report(True, "1"), report(False, "2"), report(True, "1")], world)
     text = "\n".join(lines)
     assert "yes (rank 0, 2)" in text and "no (rank 1)" in text and "no space" in text
     assert "rank 1: torch is 2" in text
+
+
+def test_the_map_of_ranks_with_gpus() -> None:
+    """GPUs by UUID, whoever sees how many of them; NVLink domains; GPUs that ranks share."""
+    base = doctor.examine()
+    gpu = {"name": "H200", "uuid": "x", "memory_nbytes": 1}
+    places = (Place("GPU-1", b"\1" * 16, 7), Place("GPU-2", b"\1" * 16, 7), Place("GPU-2", b"\1" * 16, 7))
+    found = {(0, 1): Verdict("mnnvl", {"userbuffers": "they share no host"}), (0, 2): Verdict("mnnvl", {})}
+    world = doctor.World(Topology((0, 1, 1), places), {"cuda": found | {(1, 2): Verdict("userbuffers", {})}})
+    text = "\n".join(doctor._render([{**base, "gpus": [gpu]}] * 3, world))
+    assert "ranks 1, 2 use one GPU: GPU-2" in text and "1 x H200" in text
+    assert "Map for cuda tensors" in text and "not userbuffers: they share no host" in text
+    rows = [line.split()[:3] for line in text.splitlines() if "GPU-" in line and "use one" not in line]
+    assert rows == [["0", "0", "0"], ["1", "1", "0"], ["2", "1", "0"]], "rank, host, domain"
 
 
 def test_a_missing_rank_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

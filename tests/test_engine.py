@@ -135,7 +135,7 @@ def every_schedule(rank, group, transport):
             for knobs in schedules.candidates(problem, comm.caps):
                 if knobs.polls or knobs.chunks not in (1, 2):
                     continue
-                comm._knobs[problem] = knobs
+                comm.chooser.set(problem, knobs)
                 run_case(comm, problem, next(seeds))
                 done += 1
     return done

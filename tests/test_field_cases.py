@@ -25,24 +25,52 @@ F019  launchers                             test_group.py::test_mpirun_two_jobs_
                                             test_group.py::test_slurm_variables_on_one_host
                                             test_field_cases.py::test_f019_spawned_processes
 F020  somebody else's MPI, or none          test_group.py::test_mpi4py
+                                            test_mpi_transport.py::test_mpi_of_the_application_is_used_and_left_alone
+                                            test_mpi_transport.py::test_named_it_is_started_and_automatic_choice_starts_nothing
                                             test_packaging.py::test_commands_without_rich_matplotlib_and_mpi4py
 F022  ranks that do not share a host        test_hostlink.py::test_a_rank_in_another_namespace
                                             test_group.py::test_hosts_are_proven_not_named
 F023  proper subgroups                      test_group.py::test_process_groups_meshes_names
                                             test_ops_groups.py::test_overlapping_subgroups_at_once
+F024  dialects of launchers                 test_config.py::test_dialects
+F025  two jobs, one port                    test_group.py::test_mpirun_two_jobs_at_once
+                                            test_group.py::test_torchrun_two_jobs_at_once
+                                            test_group.py::test_a_port_in_use_names_its_holder
+F026  own name is loopback                  test_two_hosts.py::test_own_name_is_loopback
+                                            test_gloo.py::test_several_hosts_choose_an_interface
 F028  a collective that a subset calls      test_field_cases.py::test_f028_a_subset_calls_a_collective
+                                            test_reliability_flight.py::test_a_timeout_names_all_late_ranks
                                             test_group.py::test_a_timeout_names_all_who_have_not_come
+F031  strangers while ranks connect         test_reliability.py::test_strangers
+F032  a failure at a step of init           test_reliability.py::test_a_failure_at_a_step_of_init
+F034  equal names, two hosts                test_two_hosts.py::test_equal_names_two_interfaces_and_shm_refused
+                                            test_group.py::test_hosts_are_proven_not_named
+F035  only what was proven is reached       test_hostlink.py::test_a_rank_in_another_namespace
+                                            test_topology.py::test_pairs_are_tried
+F037  GPUs are UUIDs                        test_userbuffers_fake.py::test_identity_is_the_uuid_whatever_the_ordinals
+                                            test_topology.py::test_gpus_are_known_by_uuid
+F038  a pair whose import fails       test_mnnvl_fake.py::test_one_pair_that_fails_takes_the_whole_group_down_this_path
+F039  no partial mapping                    test_userbuffers_fake.py::test_no_partial_mapping_is_left
+F041  probes are pairwise                   test_select.py::test_a_connect_that_fails_moves_all
+F042  one rank cannot use a transport       test_reliability.py::test_falling_back_is_agreed_and_said_once
+                                            test_topology.py::test_one_failing_rank_moves_all_and_leaves_nothing
+F043  no IMEX channel                 test_mnnvl_fake.py::test_without_an_imex_channel_the_reason_says_what_to_provide
 F044  environment is read, never written    test_import_rule.py::test_nobody_writes_the_environment
                                             test_select.py::test_one_rank_without_it_moves_all
 F047  two ranks on one GPU                  test_userbuffers_fake.py::test_two_ranks_on_one_gpu_need_leave
                                             test_field_cases.py::test_f047_two_ranks_on_one_gpu
+F049  a link that changes a byte            test_transport_shm.py::test_one_wrong_bit_is_refused_on_all_ranks
+                                            test_gloo.py::test_reach_is_proven_with_bytes
+F050  a connect that never answers          test_select.py::test_a_connect_that_never_answers_ends
 F053  a tiny /dev/shm                       test_transport_shm.py::test_dev_shm_of_one_mebibyte
 F054  memory is checked before it is taken  test_transport_shm.py::test_memory_is_checked_before_it_is_taken
                                             test_doctor.py::test_report_of_one_process
 F055  a rank that ends first                test_bad_input.py::test_programs_that_never_close
 F056  kills leave no names                  test_transport_shm.py::test_random_kills
                                             test_transport_shm.py::test_kills_while_connecting_and_closing
+F059  ptrace denied                         test_reliability.py::test_ptrace_denied_few_files_little_locked_memory
 F061  init and close, many times            test_field_cases.py::test_f061_two_hundred_communicators
+                                            test_reliability.py::test_cycles_return_to_the_baseline
 F068  overlapping groups                    test_ops_groups.py::test_overlapping_subgroups_at_once
 F070  several threads                       test_ops_groups.py::test_two_threads_on_one_communicator
                                             test_bad_input.py::test_a_second_thread_is_refused
@@ -51,8 +79,12 @@ F072  one suite for all transports          test_transport_mutants.py::test_ever
 F073  delays at every step                  test_field_cases.py::test_f073_delays_before_every_step
 F076  a stuck rank                          test_bad_input.py::test_a_rank_lost_in_a_training_step
                                             test_bad_input.py::test_closing_after_a_fault_waits_for_nobody
+F077  who is late, and where all are        test_reliability_flight.py::test_a_timeout_names_all_late_ranks
+                                            test_reliability.py::test_stops
 F078  a timeout is no result                test_bad_input.py::test_a_rank_lost_in_a_training_step
+F079  no wait without a deadline            test_static_deadlines.py::test_no_wait_without_a_deadline
 F080  a killed rank                         test_transport_shm.py::test_random_kills
+                                            test_reliability.py::test_kills
                                             test_gloo.py::test_a_death_is_named_by_all
 F082  abort from another thread             test_field_cases.py::test_f082_abort_during_every_op
 F084  versions and settings agree           test_select.py::test_ranks_of_other_versions
@@ -61,15 +93,21 @@ F085  same bits on all ranks                test_ops_reduce.py::test_same_bits_o
                                             test_plan_schedules.py::test_sums_run_in_rank_order
 F087  known answers                         test_ops_plain.py::test_known_answers
 F090  error against fp64                    test_ops_sweep.py::test_error_against_fp64
-F093  fallbacks are counted                 test_ops_unfused.py::test_products_without_schedules
+F091  overlap can be insisted upon          test_fallback.py::test_stats_count_and_overlap_can_be_required
+F093  fallbacks are counted                 test_fallback.py::test_the_fallback_matrix_is_what_happens
+                                            test_ops_unfused.py::test_products_without_schedules
 F094  groups made before or after           test_group.py::test_process_groups_meshes_names
+                                            test_fallback.py::test_any_group_serves_whenever_it_was_made
                                             test_field_cases.py::test_f019_spawned_processes
 F099  nothing else is installed             test_packaging.py::test_import_where_nothing_else_is_installed
                                             test_packaging.py::test_missing_torch_is_one_clear_line
 F102  received bytes are not executed       test_import_rule.py::test_received_bytes_are_never_executed
+                                            test_static_security.py::test_nothing_received_is_executed
                                             test_hostlink.py::test_frames_are_parsed_safely
 F103  nobody listens to the world           test_gloo.py::test_one_host_listens_on_loopback_alone
+                                            test_reliability.py::test_nobody_listens_beyond_loopback
                                             test_group.py::test_variables_of_torch
+                                            test_two_hosts.py::test_equal_names_two_interfaces_and_shm_refused
 """
 
 from __future__ import annotations

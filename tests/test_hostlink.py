@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from commbackend import hostlink
-from commbackend.errors import CommAborted, CommTimeout, PeerDied, Unavailable, pack_fault
+from commbackend.errors import FAULT_NBYTES, CommAborted, CommTimeout, PeerDied, Unavailable, pack_fault
 from commbackend.group import Group
 from commbackend.hostlink import HostLink
 from commbackend.testing import run_ranks, run_threads
@@ -305,7 +305,7 @@ def _faults(rank: int, group: Group) -> None:
     link = HostLink.open(group, timeout_s=5)
     if rank == 0:
         link.tell(pack_fault(CommTimeout("rank 2 is late", rank=2, seq=4, wanted=9, seen=8)))
-        with pytest.raises(ValueError, match="512"):
+        with pytest.raises(ValueError, match=str(FAULT_NBYTES)):
             link.tell(b"short")
     else:
         time.sleep(0.1)  # what came before on_fault is reported too

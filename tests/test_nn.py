@@ -212,6 +212,14 @@ def test_reduction_of_replicated_grads():
         nn.mark_replicated(plain.weight)
         nn.reduce_replicated_grads(plain, comm)
         assert plain.weight.grad.tolist() == [3.0] * 4
+        # A module's mark is for its copies too, whose parameters are new ones; a shared parameter is summed once.
+        inner = stock.Linear(2, 2, bias=False)
+        nn.mark_replicated(stock.ModuleList([inner]))
+        copied = copy.deepcopy(stock.ModuleList([inner, stock.Linear(2, 2, bias=False)]))
+        copied[1].weight = copied[0].weight
+        copied[0].weight.grad = torch.full((2, 2), comm.rank + 1.0)
+        nn.reduce_replicated_grads(copied, comm)
+        assert copied[0].weight.grad.tolist() == [[3.0] * 2] * 2
 
     spmd(body, 2)
 

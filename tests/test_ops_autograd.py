@@ -247,7 +247,15 @@ def test_sharded_main_grad():
         w.__fsdp_param__, w.get_main_grad = True, lambda: home
         ops.all_gather_matmul(ints(comm.rank, 2, HIDDEN), w, comm, wgrad="main_grad").sum().backward()
         full = torch.cat([ints(r, 2, HIDDEN) for r in range(comm.size)])
-        same(home, full.sum(0).expand(4, HIDDEN).float())
+        once = full.sum(0).expand(4, HIDDEN).float()
+        same(home, once)
+        # ``overwrite_main_grad``: what the buffer held is no gradient. A weight that is used twice in a backward adds.
+        w.overwrite_main_grad, w.grad_added_to_main_grad = True, False
+        home.fill_(99)
+        x = ints(comm.rank, 2, HIDDEN)
+        sum(ops.all_gather_matmul(x, w, comm, wgrad="main_grad").sum() for _ in range(2)).backward()
+        assert w.grad_added_to_main_grad
+        same(home, 2 * once)
 
     spmd(body, 2)
 

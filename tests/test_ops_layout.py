@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plan_cases import CAPS
 
 from commbackend import autograd
 from commbackend.errors import ShapeError
@@ -87,8 +88,10 @@ def test_sums_of_few_rows_are_shared_by_element(monkeypatch):
     monkeypatch.setattr(autograd, "execute", lambda comm, problem, tensors: problems.append(problem))
 
     class Four:
-        size = 4
+        size, off, caps = 4, False, CAPS["everything"]
 
     autograd.reduce(Four(), torch.zeros(1, 64))
     autograd.reduce(Four(), torch.zeros(8, 64))
-    assert [(p.rows, p.k) for p in problems] == [((16,) * 4, 1), ((2,) * 4, 64)]
+    Four.caps = CAPS["kernels"]  # every rank sums all of it there, in one kernel
+    autograd.reduce(Four(), torch.zeros(1, 64))
+    assert [(p.rows, p.k) for p in problems] == [((16,) * 4, 1), ((2,) * 4, 64), ((1, 0, 0, 0), 64)]

@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 
 from commbackend import schedules
+from commbackend.cost import Timed
+from commbackend.cost import simulate as run
+from commbackend.costs import CostTable
 from commbackend.errors import PlanError
 from commbackend.plan import Buffer, Copy, Gemm, Knobs, Plan, Problem, Program, Put, Region, Wait
 from commbackend.plan_cli import ROLES, main
-from commbackend.plan_timeline import Rates, draw, simulate
+from commbackend.plan_timeline import draw
 
-RATES = Rates(link_gbyte_s=1.0, memory_gbyte_s=1.0, tflop_s=1.0, launch_us=0.0)
+RATES = CostTable.flat(link_gbyte_s=1.0, memory_gbyte_s=1.0, tflop_s=1.0, launch_us=0.0)
+
+
+def simulate(plan: Plan, table: CostTable) -> tuple[Timed, ...]:
+    return run(plan, table).steps
 
 
 def test_json_is_the_plan_the_planner_makes(capsys: pytest.CaptureFixture[str]) -> None:

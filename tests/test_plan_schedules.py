@@ -40,7 +40,8 @@ def problems(draw: st.DrawFn, size: int) -> Problem:
     flags = draw(st.sampled_from(FLAGS.get(op, ((),))))
     most = 5 if size <= 4 else 2
     rows = tuple(draw(st.lists(st.integers(0, most), min_size=size, max_size=size)))
-    weights = draw(st.integers(1, 3)) if op in FLAGS and not ("wgrad" in flags and op == "all_gather_matmul") else 1
+    many = op.startswith("dgrad") or (op == "all_gather_matmul" and "wgrad" not in flags)
+    weights = draw(st.integers(1, 3)) if many else 1
     made = problem(op, rows, blocks=draw(st.integers(0, 3)), k=draw(st.integers(0, 3)), flags=flags)
     n = () if op in PLAIN else tuple(draw(st.lists(st.integers(0, 3), min_size=weights, max_size=weights)))
     return dataclasses.replace(made, n=n, bias="matmul" in op and draw(st.booleans()))

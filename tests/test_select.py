@@ -97,7 +97,7 @@ def _is_name(key: object) -> bool:
 def test_the_first_that_every_rank_passes() -> None:
     for name, _, log, why, seen in run_ranks(_choose, 3, {}, {}):
         assert name == "first"
-        assert log == ["probe first", "probe second", f"connect first {30.0}"], log
+        assert log == ["probe first", "probe second", f"connect first {27.0}"], log  # nine tenths: then comes the vote
         assert "transport first for cpu (transport=auto, from default)" in why
         assert "not missing: rank 0 and 2 more ranks: this build has no commbackend.transports.not_there" in why
         assert seen in ([], ["commbackend: " + why])
@@ -124,7 +124,7 @@ def test_a_connect_that_fails_moves_all(error: Exception) -> None:
     found = run_ranks(_choose, 3, {"connect first": {1: error}}, {"init_timeout_s": 20})
     assert [f[0] for f in found] == ["second"] * 3
     assert str(error) in found[0][1] and "1:" in found[0][1]
-    assert found[1][2] == ["probe first", "probe second", "connect first 20.0", "connect second 20.0"]
+    assert found[1][2] == ["probe first", "probe second", "connect first 18.0", "connect second 18.0"]
     assert found[0][2][3] == "close first CommAborted", "the rank that had connected must let go"
 
 
@@ -242,17 +242,16 @@ def test_ballots_of_strangers() -> None:
 def test_tables() -> None:
     for table in (registry.TRANSPORTS, registry.GEMMS):
         assert [e.name for e in table] == sorted({e.name for e in table})
-    assert registry.auto_names("transport", "cpu") == ["shm", "gloo"]
-    assert registry.auto_names("transport", "cuda") == ["userbuffers", "nccl"]
+    assert registry.auto_names("transport", "cpu") == ["shm", "mpi", "gloo"]
+    assert registry.auto_names("transport", "cuda")[0] == "userbuffers"
+    assert registry.auto_names("transport", "cuda")[-1] == "nccl"
     assert "local" in registry.names("transport", "cpu") and registry.auto_names("gemm", "cpu") == ["torch"]
     for name in registry.names("transport"):
         assert registry.transport(name).name == name
 
 
 def test_unknown_and_broken_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown transport 'glo' \(did you mean gloo\?\); known: gloo, local, nccl, shm"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown transport 'glo' \(did you mean gloo\?\); known: gloo, local, "):
         registry.transport("glo")
     with pytest.raises(ConfigError, match="unknown gemm 'cutlass'"):
         registry.gemm("cutlass")

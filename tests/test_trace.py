@@ -120,9 +120,14 @@ def test_the_engine_records_every_step_of_the_calls_between() -> None:
         assert counts == {"gemm": 3, "put": 2}  # own shard and two chunks; two chunks to the peer
         assert all(0 < s.start_ns <= s.end_ns for s in t.spans)
     merged = trace.chrome(traces)
-    assert sum(e["ph"] == "s" for e in merged["traceEvents"]) == 4
-    for arrow in (e for e in merged["traceEvents"] if e["ph"] == "s"):
-        assert arrow["ts"] <= next(e["ts"] for e in merged["traceEvents"] if e["ph"] == "f" and e["id"] == arrow["id"])
+    arrows = [e for e in merged["traceEvents"] if e["ph"] == "s"]
+    assert sum(e["name"] == "put to wait" for e in arrows) == 4
+    assert sum(e["name"] == "wait to GEMM" for e in arrows) == 4  # every chunk's wait is followed by its product
+    for arrow in arrows:
+        ends = [
+            e for e in merged["traceEvents"] if e["ph"] == "f" and (e["name"], e["id"]) == (arrow["name"], arrow["id"])
+        ]
+        assert len(ends) == 1 and arrow["ts"] <= ends[0]["ts"]
 
 
 def free_port() -> int:

@@ -84,6 +84,12 @@ def test_faults(checks: ModuleType) -> None:
     assert not checks.FAILED
 
 
+def test_one_shot_faults(checks: ModuleType) -> None:
+    checks.FAILED.clear()
+    checks.check_one_shot_faults()
+    assert not checks.FAILED
+
+
 def test_reduce(checks: ModuleType, provider: TritonTile) -> None:
     checks.FAILED.clear()
     checks.check_reduce(provider.runtime)

@@ -820,7 +820,7 @@ def test_multicast_falls_back_on_all_ranks_together(name: str, rank: int) -> Non
         return str(t.multicast_reason)
 
     # After mapping the first page of three ranks comes the map of its multicast object; the kernel after the others'.
-    at = {"cuMemMap": 4, "cuMemSetAccess": 4, "cuLaunchKernel": 9}.get(name, 1)
+    at = {"cuMemMap": 4, "cuMemSetAccess": 4, "cuLaunchKernel": 10}.get(name, 1)
     with world(3) as w:
         w.fakes[rank].fail(name, NOT_SUPPORTED, at)
         reasons = w.run(work, multicast=True)

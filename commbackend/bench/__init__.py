@@ -1,4 +1,4 @@
-"""``commbackend bench collectives|overlap|host|memory``: measures here, against others in the same run.
+"""``commbackend bench collectives|overlap|host|memory|plan|gemm``: measures here, against others in the same run.
 
 It starts its own ranks on this host, under Open MPI's ``mpirun`` where that and mpi4py exist, so that Open MPI's own
 collectives are measured beside ours. docs/benchmarks.md says what is measured and what the columns mean.
@@ -7,11 +7,9 @@ collectives are measured beside ours. docs/benchmarks.md says what is measured a
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -23,10 +21,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
 from ..config import launcher
 from ..demo.launch import find_mpirun
 from ..errors import CommBackendError, CommTimeout, ConfigError
+from . import gemm, growth, validate
+from .facts import machine, versions
 from .names import FORMAT, KINDS, MODES, OPS, widths
 from .report import Table, compare, load, tables, text
 
@@ -36,6 +35,8 @@ _POLL_S = 0.05
 #: How long ranks may take to end after one of them failed or all were told to.
 _GRACE_S = 10.0
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+#: Kinds with a command line of their own: they start no ranks.
+_OTHERS = {"gemm": gemm.main, "model": validate.main, "plan": growth.main}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -54,8 +55,10 @@ def _terminated(number: int, _frame: object) -> None:
 
 
 def _main(arguments: list[str]) -> int:
-    options = _parser().parse_args(arguments)
     try:
+        if arguments and (other := _OTHERS.get(arguments[0])) is not None:
+            return other(arguments[1:])
+        options = _parser().parse_args(arguments)
         old = load(options.compare) if options.compare else None
         if old is not None and old["kind"] != options.kind:
             raise ConfigError(f"{options.compare} is of bench {old['kind']}, not of bench {options.kind}")
@@ -101,7 +104,10 @@ def _parser() -> argparse.ArgumentParser:
                 default=[],
                 help="measure these too: 'all', 'grid' (with all chunk and lane counts) or name[/chunks[/lanes]],...",
             )
-            sub.add_argument("--modes", type=_list(_mode), help="isolated,back-to-back; default: both")
+            sub.add_argument("--modes", type=_list(_mode), help="isolated,back-to-back,graph (GPUs); default: all")
+            sub.add_argument(
+                "--rivals", action="store_true", help="measure torch's async-TP and cuBLASMp too, where they are (GPUs)"
+            )
             sub.add_argument("--new", action="store_true", help="measure also the forms that return new tensors")
         if kind in ("overlap", "host"):
             sub.add_argument("--burst", type=_positive, default=4 if kind == "overlap" else 50, help="calls in a row")
@@ -207,7 +213,9 @@ def _defaults(options: argparse.Namespace) -> None:
         if options.max_gflop is None:
             options.max_gflop = 0.0 if cuda else 5.0
     if options.kind == "overlap":
-        options.modes = options.modes or list(MODES)
+        options.modes = options.modes or [m for m in MODES if cuda or m != "graph"]
+        if "graph" in options.modes and not cuda:
+            raise ConfigError("--modes graph: CUDA graphs need GPUs")
     for path in (options.json, options.plot):
         if path and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"{path}: its folder does not exist")
@@ -230,8 +238,8 @@ def _measure(options: argparse.Namespace, command: list[str]) -> dict[str, Any]:
         "kind": options.kind,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
-        "machine": _machine(),
-        "versions": _versions(),
+        "machine": machine(),
+        "versions": versions(),
         "runs": [],
     }
     launch = _launch(options)
@@ -367,48 +375,6 @@ def _lines(out: Path) -> list[dict[str, Any]]:
 
 def _tail(log: Path) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-20:])
-
-
-# -- what was measured on
-def _machine() -> dict[str, Any]:
-    cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    load = [round(x, 2) for x in os.getloadavg()]
-    return {"cpu": _cpu(), "cores": cores, "memory_nbytes": memory, "system": platform.platform(), "load": load}
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []  # not Linux
-    names = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _versions() -> dict[str, str]:
-    found = {"commbackend": __version__, "commit": _commit(), "Python": platform.python_version()}
-    for name in ("torch", "numpy", "mpi4py"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
-
-
-def _commit() -> str:
-    """The checkout this package runs from, with "+" if it has changes; "" if it is none."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return ""
-    try:
-        said = [
-            subprocess.run(["git", "-C", str(root), *c], capture_output=True, text=True, timeout=30, check=True).stdout
-            for c in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--", "commbackend"])
-        ]
-    except (OSError, subprocess.SubprocessError):
-        return ""  # git is not installed, or will not read this checkout
-    return said[0].strip() + ("+" if said[1].strip() else "")
 
 
 # -- showing

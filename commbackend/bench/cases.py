@@ -18,9 +18,10 @@ from ..layout import split
 from ..plan import Knobs, Problem
 from ..schedules import SCHEDULES, candidates, supports
 from .names import FUSED, GEMM, MEMCPY, MOVE, MPI, NEW, OURS, PLAIN, SEQUENCE, SEQUENCE_NEW, widths
+from .rivals import rivals
 from .world import Candidate, Rounds, World
 
-__all__ = ["cases"]
+__all__ = ["Collected", "Fused", "Shape", "cases", "rounds", "stock_move"]
 
 #: The plain collective inside each fused op.
 MOVES = dict(zip(FUSED, PLAIN, strict=True))
@@ -35,7 +36,11 @@ _MAX_SETS = 8
 
 def cases(world: World, kind: str) -> Iterator[dict[str, Any]]:
     """Measure all cases of ``kind`` and yield them one by one. Collective."""
-    run = {"collectives": _collectives, "overlap": _overlap, "host": _host, "memory": _memory}[kind]
+    if kind == "host":
+        from .host import host
+
+        return host(world)
+    run = {"collectives": _collectives, "overlap": _overlap, "memory": _memory}[kind]
     return run(world)
 
 
@@ -61,7 +66,7 @@ def _sets(nbytes: int) -> int:
     return max(2, min(_MAX_SETS, -(-_ROTATED_NBYTES // max(nbytes, 1))))
 
 
-def _rounds(world: World) -> Rounds:
+def rounds(world: World) -> Rounds:
     o = world.options
     return Rounds(float(o["seconds"]), int(o["least"]), int(o["most"]), int(o["warmup"]))
 
@@ -75,13 +80,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 # -- torch.distributed's own
-def _stock_move(op: str, x: Tensor, out: Tensor) -> None:
+def stock_move(op: str, x: Tensor, out: Tensor, group: Any = None) -> None:
+    """One collective of torch.distributed, of all ranks or of ``group``."""
     if op == "all_gather":
-        dist.all_gather_into_tensor(out, x)
+        dist.all_gather_into_tensor(out, x, group=group)
     elif op == "reduce_scatter":
-        dist.reduce_scatter_tensor(out, x)
+        dist.reduce_scatter_tensor(out, x, group=group)
     else:
-        dist.all_reduce(out)  # in place: the caller has put x there
+        dist.all_reduce(out, group=group)  # in place: the caller has put x there
 
 
 # -- plain collectives
@@ -91,11 +97,11 @@ def _collectives(world: World) -> Iterator[dict[str, Any]]:
         for dtype in _dtypes(world):
             nbytes = int(o["min_nbytes"])
             while nbytes <= int(o["max_nbytes"]):
-                yield _Collective(world, op, nbytes, dtype).measure()
+                yield Collected(world, op, nbytes, dtype).measure()
                 nbytes *= int(o["factor"])
 
 
-class _Collective:
+class Collected:
     """One collective of one size: ``shard_nbytes`` is what one rank brings (gather) or keeps (scatter, and its share of
     an all-reduce).
     """
@@ -121,7 +127,7 @@ class _Collective:
         world = self.world
         found = self.candidates()
         errors = world.verify(found)
-        samples = world.interleave(found, len(self.x), _rounds(world))
+        samples = world.interleave(found, len(self.x), rounds(world))
         size_nbytes = self.shard_nbytes * world.size
         about = {"op": self.op, "shard_nbytes": self.shard_nbytes, "size_nbytes": size_nbytes}
         about |= {"dtype": _name(self.dtype), "schedule": str(world.comm.knobs(self.problem))}
@@ -137,7 +143,7 @@ class _Collective:
             Candidate(MEMCPY, lambda i: out[i].view(-1)[:n].copy_(x[i].view(-1)[:n])),
         ]
         if world.stock:
-            found.append(self.checked(world.stock, lambda i: _stock_move(self.op, x[i], out[i])))
+            found.append(self.checked(world.stock, lambda i: stock_move(self.op, x[i], out[i])))
         if world.mpi is not None and world.device.type == "cpu":
             call = self.mpi()
             if call is not None:
@@ -245,10 +251,10 @@ def _overlap(world: World) -> Iterator[dict[str, Any]]:
         if isinstance(shape, str):
             yield {"skipped": shape}
             continue
-        yield from _Fused(world, shape).measure()
+        yield from Fused(world, shape).measure()
 
 
-class _Fused:
+class Fused:
     """One product with its communication."""
 
     def __init__(self, world: World, shape: Shape) -> None:
@@ -277,7 +283,10 @@ class _Fused:
             self.sequence(i)  # real data everywhere: zeros and NaN multiply at another power, so at another clock
         for mode in options["modes"]:
             burst = 1 if mode == "isolated" else int(options["burst"])
-            samples = world.interleave(found, len(self.x), _rounds(world), burst=burst)
+            if mode == "graph":
+                samples = world.interleave(self.captured(found), 1, rounds(world), burst=burst)
+            else:
+                samples = world.interleave(found, len(self.x), rounds(world), burst=burst)
             about = {**self.shape.facts(), "mode": mode, "schedule": _knobs_text(self.comm.knobs(self.problem))}
             yield {**about, "sets": len(self.x), "samples": samples, "errors": errors, "notes": notes}
 
@@ -293,7 +302,8 @@ class _Fused:
         if self.world.options["new"]:
             found.append(self.checked(NEW, self.new_tensor, returns=True))
             found.append(self.checked(SEQUENCE_NEW, self.sequence_new_tensor, returns=True))
-        notes = []
+        others, notes = rivals(self.world, self.shape.op, self.x, self.w) if self.world.options["rivals"] else ({}, [])
+        found += [self.checked(name, call, returns=True) for name, call in others.items()]
         for wanted in self.variants():
             overrides = {k: v for k, v in zip(("schedule", "chunks", "lanes"), wanted.split("/"), strict=False) if v}
             comm = self.world.communicator(f"bench {wanted}", **overrides)
@@ -303,6 +313,18 @@ class _Fused:
             else:
                 notes.append(f"{self.shape.op} cannot run {wanted} on {comm.transport}")
         return found, notes
+
+    def captured(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """The candidates of the table as CUDA graphs of one call each, on the first buffer set. Collective."""
+        self.comm.prepare_capture()
+        replays = []
+        for c in (c for c in found if c.name in (GEMM, MOVE, SEQUENCE, OURS, self.world.stock)):
+            graph = torch.cuda.CUDAGraph()
+            self.world.settle()
+            with torch.cuda.graph(graph):
+                c.call(0)
+            replays.append(Candidate(c.name, lambda i, graph=graph: graph.replay()))  # type: ignore[misc]
+        return replays
 
     def variants(self) -> list[str]:
         """The schedules to measure beside the chosen one, as ``name[/chunks[/lanes]]``."""
@@ -332,14 +354,14 @@ class _Fused:
 
     def stock_sequence(self, i: int) -> None:
         if self.gathers:
-            _stock_move("all_gather", self.x[i], self.moved[i])
+            stock_move("all_gather", self.x[i], self.moved[i])
             self.gemm(i)
         elif self.shape.op == "matmul_reduce_scatter":
             self.gemm(i)
-            _stock_move("reduce_scatter", self.moved[i], self.out[i])
+            stock_move("reduce_scatter", self.moved[i], self.out[i])
         else:
             torch.mm(self.x[i], self.w[i].t(), out=self.out[i])
-            _stock_move("all_reduce", self.moved[i], self.out[i])
+            stock_move("all_reduce", self.moved[i], self.out[i])
 
     def fused(self, comm: Communicator) -> Callable[[int], object]:
         return lambda i: comm.run(self.problem, {"x": self.x[i], "w0": self.w[i], "out0": self.out[i]})
@@ -391,28 +413,6 @@ def _knobs_text(knobs: Knobs) -> str:
     return f"{knobs.schedule}/{knobs.chunks}/{knobs.lanes}" + ("/polls" if knobs.polls else "")
 
 
-# -- host time of tiny calls
-def _host(world: World) -> Iterator[dict[str, Any]]:
-    rounds, burst = _rounds(world), int(world.options["burst"])
-    for op in world.options["ops"]:
-        found = _tiny_calls(world, op)
-        errors = world.verify(found)
-        yield {"op": op, "samples": world.interleave(found, 1, rounds, burst=burst, host=True), "errors": errors}
-
-
-def _tiny_calls(world: World, op: str) -> list[Candidate]:
-    """One op on tensors of a few hundred bytes: the function users call, the engine alone, torch.distributed."""
-    if op == "barrier":
-        found = [Candidate(NEW, lambda i: commbackend.barrier(world.comm))]
-        return found + ([Candidate(world.stock, lambda i: dist.barrier())] if world.stock else [])
-    if op in PLAIN:
-        plain = _Collective(world, op, 8 * 64 * 4, torch.float32)
-        return [c for c in plain.candidates() if c.name in (NEW, OURS, *((world.stock,) if world.stock else ()))]
-    fused = _Fused(world, Shape(op, "tiny", world.size, 8 * world.size, 64, 64, torch.float32))
-    found = [fused.checked(NEW, fused.new_tensor, returns=True), fused.checked(OURS, fused.fused(world.comm))]
-    return found + ([fused.checked(world.stock, fused.stock_sequence)] if world.stock else [])
-
-
 # -- symmetric memory
 def _memory(world: World) -> Iterator[dict[str, Any]]:
     for number, shape in enumerate(_shapes(world)):
@@ -422,7 +422,7 @@ def _memory(world: World) -> Iterator[dict[str, Any]]:
         # A communicator of its own: heaps grow and never shrink.
         comm = world.communicator(name := f"memory {number}")
         before = comm.stats()["symmetric_nbytes"]
-        fused = _Fused(world, shape)
+        fused = Fused(world, shape)
         fused.fused(comm)(0)
         stats = comm.stats()
         sizes = {"operand_nbytes": shape.operand_nbytes, "symmetric_nbytes": stats["symmetric_nbytes"]}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Unavailable
-from .names import GEMM, MEMCPY, MOVE, MPI, NEW, OURS, SEQUENCE, SEQUENCE_NEW
+from .names import CUBLAS, GEMM, MEMCPY, MOVE, MPI, NEW, OURS, SCALED, SEQUENCE, SEQUENCE_NEW
 from .report import nbytes_text
 
 __all__ = ["draw"]
@@ -48,6 +48,8 @@ def draw(report: Mapping[str, Any], path: str | Path) -> None:
     figure.suptitle(f"commbackend bench {kind}: {about}", fontsize=11)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+    if kind == "overlap":
+        _heat_map(pyplot, runs, Path(path).with_stem(f"{Path(path).stem}-heat"), about)
 
 
 def _lines(pyplot: Any, runs: list[Mapping[str, Any]]) -> Any:
@@ -96,14 +98,43 @@ def _bars(pyplot: Any, runs: list[Mapping[str, Any]], kind: str) -> Any:
             axes.bar(at, [g[name] for g in groups if name in g], width, label=name, color=COLOURS.get(name))
         axes.set_xticks(range(len(groups)), [_label(c, op) for c in cases], fontsize=7, rotation=45, ha="right")
         axes.set(ylabel=_UNITS[kind], title=f"{op} {run['ranks']} ranks, {run['transport']}".strip())
-        if kind == "overlap":
+        if kind in ("overlap", "gemm"):
             axes.axhline(1.0, color="#222222", linewidth=0.8, linestyle=":")
         axes.grid(axis="y", alpha=0.3)
         axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
+def _heat_map(pyplot: Any, runs: list[Mapping[str, Any]], path: Path, about: str) -> None:
+    """Sequence over ours, one panel for every op and mode: layers from top to bottom, M from left to right."""
+    cases = [(run, c) for run in runs for c in run["cases"] if SEQUENCE in c["samples"] and OURS in c["samples"]]
+    panels = list(dict.fromkeys((c["op"], c["mode"]) for _, c in cases))
+    if not panels:
+        return
+    figure, grid = pyplot.subplots(
+        1, len(panels), figsize=(1.5 + 3.4 * len(panels), 4.5), squeeze=False, layout="constrained"
+    )
+    for (op, mode), axes in zip(panels, grid[0], strict=True):
+        here = [(run, c) for run, c in cases if (c["op"], c["mode"]) == (op, mode)]
+        rows = list(dict.fromkeys(f"{c['model']} tp{c['tp']} {c['dtype']}, {run['ranks']} ranks" for run, c in here))
+        columns = sorted({c["m"] for _, c in here})
+        values = [[float("nan")] * len(columns) for _ in rows]
+        for run, c in here:
+            row = rows.index(f"{c['model']} tp{c['tp']} {c['dtype']}, {run['ranks']} ranks")
+            ratio = c["samples"][SEQUENCE]["median_us"] / c["samples"][OURS]["median_us"]
+            values[row][columns.index(c["m"])] = ratio
+            axes.text(columns.index(c["m"]), row, f"{ratio:.2f}", ha="center", va="center", fontsize=8)
+        axes.imshow(values, cmap="PuOr_r", vmin=0.5, vmax=1.5, aspect="auto")
+        axes.set_xticks(range(len(columns)), [f"M{m}" for m in columns], fontsize=7)
+        axes.set_yticks(range(len(rows)), rows, fontsize=7)
+        axes.set_title(f"{op}\n{mode}", fontsize=8)
+    figure.suptitle(f"sequence / commbackend (above 1: overlap wins): {about}", fontsize=10)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
 _UNITS = {"overlap": "time / max(GEMM, communication)", "host": "us a call", "memory": "MiB a rank"}
+_UNITS["gemm"] = "time / the library's product, or us"
 
 
 def _cases(run: Mapping[str, Any], op: str) -> list[Mapping[str, Any]]:
@@ -115,6 +146,9 @@ def _group(case: Mapping[str, Any], kind: str) -> dict[str, float]:
     if kind == "memory":
         return {"operand": case["operand_nbytes"] / 2**20, "symmetric": case["symmetric_nbytes"] / 2**20}
     found = {name: float(s["median_us"]) for name, s in case["samples"].items()}
+    if kind == "gemm":
+        unit = found.get(CUBLAS) or next((t for n, t in found.items() if n.startswith(SCALED)), 1.0)
+        return {name: t / unit for name, t in found.items() if name != CUBLAS}
     if kind == "host":
         return found
     # gloo is so far off that nothing else could be told apart beside it; the table has it.
@@ -125,4 +159,4 @@ def _group(case: Mapping[str, Any], kind: str) -> dict[str, float]:
 
 def _label(case: Mapping[str, Any], op: str) -> str:
     fields = [str(case[f]) for f in ("model", "dtype", "mode") if f in case]
-    return " ".join([*fields, f"M{case['m']}"]) if op else str(case["op"])
+    return " ".join([*fields, f"M{case['m']}" if "m" in case else ""]).strip() if op else str(case["op"])

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .names import FORMAT, GEMM, KINDS, MEMCPY, MOVE, MPI, NEW, OURS, SEQUENCE, STOCKS
+from .names import CUBLAS, FILES, FORMAT, GEMM, LONE, MEMCPY, MOVE, MPI, NEW, OURS, RIVALS, SCALED, SEQUENCE, STOCKS
 
 __all__ = ["Table", "compare", "load", "main", "markdown", "nbytes_text", "summary", "tables", "text"]
 
@@ -47,7 +47,7 @@ def load(path: str | Path) -> dict[str, Any]:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path}: {e}") from e
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.get("kind") not in KINDS:
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.get("kind") not in FILES:
         found = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
         raise ConfigError(f"{path} is not a benchmark of commbackend: {found!r} where {FORMAT!r} is needed")
     return raw
@@ -94,12 +94,17 @@ def nbytes_text(nbytes: int) -> str:
 
 def tables(report: Mapping[str, Any]) -> list[Table]:
     """Return the tables of one file: one for every number of ranks, and one more where schedules were compared."""
+    if report["kind"] == "gemm":
+        return [t for run in report["runs"] for t in _gemm(run)]
     make = {"collectives": _collectives, "overlap": _overlap, "host": _host, "memory": _memory}[report["kind"]]
     found = []
     for run in (r for r in report["runs"] if r["cases"]):
         found.append(table := make(run))
         table.notes += run.get("notes", [])
-        if report["kind"] == "overlap" and (names := _further(run["cases"], {GEMM, MOVE, SEQUENCE, OURS, *STOCKS})):
+        known = {GEMM, MOVE, SEQUENCE, OURS, *STOCKS, *RIVALS}
+        if report["kind"] == "host" and any("phases" in c for c in run["cases"]):
+            found.append(_host_phases(run))
+        if report["kind"] == "overlap" and (names := _further(run["cases"], known)):
             found.append(_variants(run, names))
     return found
 
@@ -152,7 +157,9 @@ def _collectives(run: Mapping[str, Any]) -> Table:
 def _overlap(run: Mapping[str, Any]) -> Table:
     stock = next((s for c in run["cases"] if (s := _stock(c))), "gloo")
     head = (*_SHAPE, "mode", "GEMM us", "comm us", "sequence us", "ours us")
-    ratios = ("T/max", "hidden", "x sequence", f"{stock} us", f"x {stock}", "error", "schedule")
+    others = [name for name in RIVALS if any(name in c["samples"] for c in run["cases"])]
+    columns = [column for name in others for column in (f"{name} us", f"x {name}")]
+    ratios = ("T/max", "hidden", "x sequence", f"{stock} us", f"x {stock}", *columns, "error", "schedule")
     table = Table(_title(run, "overlap"), (*head, *ratios))
     for case in run["cases"]:
         gemm, move, ours = (_median(case, n) for n in (GEMM, MOVE, OURS))
@@ -167,6 +174,7 @@ def _overlap(run: Mapping[str, Any]) -> Table:
             _number(_over(sequence, ours)),
             _us(theirs),
             _number(_over(theirs, ours)),
+            *(cell for n in others for cell in (_us(_median(case, n)), _number(_over(_median(case, n), ours)))),
             f"{case['errors'].get(OURS, float('nan')):.1e}",
             case.get("schedule", "-"),
         )
@@ -205,11 +213,21 @@ def _hidden(gemm: float | None, move: float | None, ours: float | None) -> str:
 
 def _host(run: Mapping[str, Any]) -> Table:
     names = _further(run["cases"], set())
-    head = ("op", *(f"{name} us" for name in names), *(f"x {s}" for s in names if s in STOCKS))
+    others = [name for name in names if name in (*STOCKS, LONE)]
+    head = ("op", *(f"{name} us" for name in names), *(f"x {s}" for s in others))
     table = Table(_title(run, "host time a call"), head)
     for case in run["cases"]:
-        ratios = [_number(_over(_median(case, s), _median(case, NEW))) for s in names if s in STOCKS]
+        ratios = [_number(_over(_median(case, s), _median(case, NEW))) for s in others]
         table.rows.append((case["op"], *(_us(_median(case, n)) for n in names), *ratios))
+    return table
+
+
+def _host_phases(run: Mapping[str, Any]) -> Table:
+    """Where the time of ``commbackend`` goes, on rank 0."""
+    cases = [c for c in run["cases"] if "phases" in c]
+    names = list(dict.fromkeys(name for c in cases for name in c["phases"]))
+    table = Table(_title(run, "host time a call by phase, us"), ("op", *names))
+    table.rows += [(c["op"], *(_number(c["phases"].get(n)) for n in names)) for c in cases]
     return table
 
 
@@ -227,6 +245,26 @@ def _memory(run: Mapping[str, Any]) -> Table:
         )
         table.rows.append(cells)
     return table
+
+
+def _gemm(run: Mapping[str, Any]) -> list[Table]:
+    """One table for every part of ``bench gemm``; ratios are to the library's product of the same kind."""
+    found = []
+    for part in dict.fromkeys(c["op"] for c in run["cases"]):
+        cases = [c for c in run["cases"] if c["op"] == part]
+        names = _further(cases, set())
+        against = {n: n.replace("ours", SCALED) for n in names if n.startswith("ours ")}
+        if CUBLAS in names:
+            against = {n: CUBLAS for n in names if n != CUBLAS}
+        head = ("M x K x N", "mode", *(f"{n} us" for n in names), *(f"{n} / {b}" for n, b in against.items()))
+        table = Table(f"gemm: {part}", head)
+        for case in cases:
+            size = " x ".join(str(case[d]) for d in ("m", "k", "n") if d in case) or "-"
+            ratios = (_number(_over(_median(case, n), _median(case, b)), 3) for n, b in against.items())
+            times = (_us(_median(case, n)) for n in names)
+            table.rows.append((f"{case.get('model', '')} {size}".strip(), case["mode"], *times, *ratios))
+        found.append(table)
+    return found
 
 
 # -- old against new

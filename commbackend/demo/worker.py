@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import signal
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(device)
     if options.single:
         return _Worker(options, device, None).run()
+    if launcher().dialect == "openmpi" and importlib.util.find_spec("mpi4py") is not None:
+        importlib.import_module("mpi4py.MPI")  # ranks of several hosts meet over it
     overrides: dict[str, Any] = {} if options.transport == "auto" else {"transport": options.transport}
     if device.type == "cpu":
         # Where ranks share all cores the default is no copy lane; the demo is there to show one at work.

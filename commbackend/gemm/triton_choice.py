@@ -53,7 +53,7 @@ class _Tiles(NamedTuple):
     Attributes:
         small: For launches whose tiles all run at once, tried in this order.
         large: For all others.
-        heavy: The same where a tile has more to do than multiply (addends), and from ``_HEAVY`` multiply-adds on.
+        heavy: The same from ``_HEAVY`` multiply-adds on.
     """
 
     small: tuple[TileConfig, ...]
@@ -65,8 +65,9 @@ _ONE_WARPGROUP, _WIDE_TILE = TileConfig(64, 128, 128, 4, 4), TileConfig(128, 256
 _TWO_AN_SM = TileConfig(128, 128, 64, 3, 4, split=True, ctas=2)
 # Measured on an H200 (torch 2.11, triton 3.6). bf16: m = 64...8192, n = 3584...12288, k = 1792...12288, consuming,
 # producing and folding one or two chunks of one peer. What is chosen is within 4 % of the best of ten shapes, mostly
-# within 1 % (but 8 % for 64 rows x 7168 in two segments). Two tiles an SM hide an epilogue with addends (up to 4 % at
-# m >= 2048, 20 % at 512 x 8192) and win up to 5 % where the chip is short of power; 128 x 256 wins by 1-2 % between.
+# within 1 % (but 8 % for 64 rows x 7168 in two segments). Two tiles an SM hide an epilogue with addends (20 % at 512 x
+# 8192) and win up to 5 % where the chip is short of power; 128 x 256 wins by 1-2 % between, and by 2-3 % with addends
+# that come through a tensor map (benchmarks/results/2026-12-01/h200-gemm-fold.json).
 # fp8, 2048 and 8192 x 8192 x 7168: 256 x 128 is 9 % better with exact sums, 128 x 256 is 3 % better without.
 _HOPPER = _Tiles(
     (_ONE_WARPGROUP, TileConfig(128, 128, 64, 4, 4), TileConfig(64, 256, 64, 4, 4, split=True), _TWO_AN_SM),
@@ -99,7 +100,7 @@ def choose(
         tiles = (_HOPPER_EXACT_FP8 if exact_fp8 else _HOPPER_FAST_FP8) if fp8 else wide
     else:
         tiles = _ADA_FP8 if fp8 else _AMPERE
-    heavy = problem.addends or problem.m * problem.n * problem.k >= _HEAVY
+    heavy = problem.m * problem.n * problem.k >= _HEAVY
     at_once = [c for c in tiles.small if _tiles(problem, c) <= c.ctas * (sms - RESERVED_SMS)]
     # What follows the second serves GPUs with less shared memory.
     for config in (*at_once, tiles.heavy if heavy else tiles.large, *reversed(tiles.small)):

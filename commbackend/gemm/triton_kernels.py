@@ -11,7 +11,8 @@ then lists that those point to):
              4 ready entries  5 address of the first        6 done entries              7 address of the first
              8 addends        9 address of the first       10 row in the phase's scale_a
             11 address of the counter of finished tiles (0 between launches)               12 1 if bias is added
-    ready    address, delta, writer, word       done    address, delta       addend    address, row stride in elements
+    ready    address, delta, writer, word                    done    address, delta
+    addend   address, row stride in elements, row in d or -1
 
 A launch has two *phases*: segments 0...split-1 read ``a0`` and write ``o0``, the others ``a1`` and ``o1``. Two bases
 cover own rows plus gathered rows, and send buffer plus output, without a branch in the inner loop: that would stop the
@@ -191,7 +192,7 @@ def _prefetch(seg, row, col, rows, n_cols, OUT: tl.constexpr, BM: tl.constexpr, 
     r = row + i // (BN // LINE)
     c = col + i % (BN // LINE) * LINE
     for j in range(tl.load(seg + 8).to(tl.int32)):
-        entry = (tl.load(seg + 9) + 16 * j).to(tl.pointer_type(tl.int64))
+        entry = (tl.load(seg + 9) + 24 * j).to(tl.pointer_type(tl.int64))
         where = tl.load(entry) + (r.to(tl.int64) * tl.load(entry + 1) + c) * (OUT.primitive_bitwidth // 8)
         # Past the last row or column any address of the tensor will do.
         where = tl.where((r < rows) & (c < n_cols), where, tl.load(entry))
@@ -201,10 +202,39 @@ def _prefetch(seg, row, col, rows, n_cols, OUT: tl.constexpr, BM: tl.constexpr, 
 
 
 @triton.jit
+def _add(
+    acc, seg, row, col, rows, n, d, OUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ALIGNED: tl.constexpr,
+    MAPPED: tl.constexpr,
+):  # fmt: skip
+    """Return ``acc`` plus this tile of every addend, in their order."""
+    offs_m = row + tl.arange(0, BM)
+    offs_n = col + tl.arange(0, BN)
+    inside = (offs_m < rows)[:, None] & (offs_n < n)[None, :]
+    for j in range(tl.load(seg + 8).to(tl.int32)):
+        entry = (tl.load(seg + 9) + 24 * j).to(tl.pointer_type(tl.int64))
+        add = tl.load(entry).to(tl.pointer_type(OUT))
+        stride = tl.load(entry + 1)
+        if ALIGNED:
+            add = tl.multiple_of(add, 16)
+            stride = tl.multiple_of(stride, 8)
+        where = add + offs_m.to(tl.int64)[:, None] * stride + offs_n[None, :]
+        if MAPPED:
+            # Through shared memory, from where the layout of the products is read directly.
+            first = tl.load(entry + 2).to(tl.int32)
+            if first >= 0:
+                acc += d.load([first + row, col]).to(tl.float32)
+            else:
+                acc += tl.load(where, mask=inside, other=0.0).to(tl.float32)
+        else:
+            acc += tl.load(where, mask=inside, other=0.0).to(tl.float32)
+    return acc
+
+
+@triton.jit
 def _finish(
-    acc, seg, row, col, n, o, c, ldc, bias, scale_a, scale_a_rows, scale_b, scale_b_rows,
+    acc, seg, row, col, n, o, c, ldc, d, bias, scale_a, scale_a_rows, scale_b, scale_b_rows,
     OUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BULK: tl.constexpr, ALIGNED: tl.constexpr,
-    BIAS: tl.constexpr, ADDENDS: tl.constexpr, SCALES: tl.constexpr,
+    BIAS: tl.constexpr, ADDENDS: tl.constexpr, SCALES: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Scale, add, round and store ``acc``: rows from ``row`` of the segment, columns from ``col``."""
     rows = tl.load(seg).to(tl.int32)
@@ -222,15 +252,7 @@ def _finish(
         biased_n = n * tl.load(seg + 12).to(tl.int32)
         acc += tl.load(bias + offs_n, mask=offs_n < biased_n, other=0.0).to(tl.float32)[None, :]
     if ADDENDS:
-        for j in range(tl.load(seg + 8).to(tl.int32)):
-            entry = (tl.load(seg + 9) + 16 * j).to(tl.pointer_type(tl.int64))
-            add = tl.load(entry).to(tl.pointer_type(OUT))
-            stride = tl.load(entry + 1)
-            if ALIGNED:
-                add = tl.multiple_of(add, 16)
-                stride = tl.multiple_of(stride, 8)
-            where = add + offs_m.to(tl.int64)[:, None] * stride + offs_n[None, :]
-            acc += tl.load(where, mask=inside, other=0.0).to(tl.float32)
+        acc = _add(acc, seg, row, col, rows, n, d, OUT, BM, BN, ALIGNED, MAPPED)
     value = acc.to(OUT)
     out_row = tl.load(seg + 2).to(tl.int32)
     if BULK:
@@ -290,11 +312,11 @@ def _products(
 
 @triton.jit
 def _phase(
-    first, last, a, b, o, c, bias, scale_a, scale_b, table, fault, fault_host,
+    first, last, a, b, o, c, d, bias, scale_a, scale_b, table, fault, fault_host,
     n, k, lda, ldb, ldc, a_step, b_step, scale_a_rows, scale_b_rows, base, timeout_ns,
     OUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
     BULK: tl.constexpr, ALIGNED: tl.constexpr, B_COLS: tl.constexpr, EVEN_K: tl.constexpr, EXACT: tl.constexpr,
-    POLLS: tl.constexpr, BIAS: tl.constexpr, ADDENDS: tl.constexpr, SCALES: tl.constexpr,
+    POLLS: tl.constexpr, BIAS: tl.constexpr, ADDENDS: tl.constexpr, SCALES: tl.constexpr, MAPPED: tl.constexpr,
 ):  # fmt: skip
     """Segments ``first``...``last`` - 1."""
     pid = tl.program_id(0)
@@ -326,13 +348,15 @@ def _phase(
                             BM, BN, BK, BULK, ALIGNED, B_COLS, EVEN_K, EXACT)  # fmt: skip
             if SPLIT:
                 left, right = acc.reshape((BM, 2, BN // 2)).permute(0, 2, 1).split()
-                _finish(left, seg, row, col, n, o, c, ldc, bias, scale_a, scale_a_rows,
-                        scale_b, scale_b_rows, OUT, BM, BN // 2, BULK, ALIGNED, BIAS, ADDENDS, SCALES)  # fmt: skip
-                _finish(right, seg, row, col + BN // 2, n, o, c, ldc, bias, scale_a, scale_a_rows,
-                        scale_b, scale_b_rows, OUT, BM, BN // 2, BULK, ALIGNED, BIAS, ADDENDS, SCALES)  # fmt: skip
+                _finish(left, seg, row, col, n, o, c, ldc, d, bias, scale_a, scale_a_rows,
+                        scale_b, scale_b_rows, OUT, BM, BN // 2, BULK, ALIGNED, BIAS,
+                        ADDENDS, SCALES, MAPPED)  # fmt: skip
+                _finish(right, seg, row, col + BN // 2, n, o, c, ldc, d, bias, scale_a, scale_a_rows,
+                        scale_b, scale_b_rows, OUT, BM, BN // 2, BULK, ALIGNED, BIAS,
+                        ADDENDS, SCALES, MAPPED)  # fmt: skip
             else:
-                _finish(acc, seg, row, col, n, o, c, ldc, bias, scale_a, scale_a_rows, scale_b, scale_b_rows,
-                        OUT, BM, BN, BULK, ALIGNED, BIAS, ADDENDS, SCALES)  # fmt: skip
+                _finish(acc, seg, row, col, n, o, c, ldc, d, bias, scale_a, scale_a_rows, scale_b, scale_b_rows,
+                        OUT, BM, BN, BULK, ALIGNED, BIAS, ADDENDS, SCALES, MAPPED)  # fmt: skip
         if POLLS:
             # Once a CTA, not once a tile: the slots rise only when all tiles are stored anyway.
             if serves & (tl.load(seg + 6) > 0):
@@ -355,7 +379,7 @@ def _spoil(first, last, c, ldc, table, n, OUT: tl.constexpr):
 
 @triton.jit
 def gemm_kernel(
-    a0, a1, b, o0, o1, c0, c1, bias, scale_a0, scale_a1, scale_b, table, fault, fault_host, epoch,
+    a0, a1, b, o0, o1, d, c0, c1, bias, scale_a0, scale_a1, scale_b, table, fault, fault_host, epoch,
     a0_rows, a1_rows, o0_rows, o1_rows, n, k, lda0, lda1, ldb, ldc0, ldc1, a_step, b_step,
     scale_a_rows, scale_b_rows, split, segments, seals, base, timeout_ns,
     OUT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
@@ -364,13 +388,15 @@ def gemm_kernel(
 ):  # fmt: skip
     """out = a @ b.T (+ bias) (+ addends) over segments; see the module's head.
 
-    ``BULK`` reads and writes through tensor maps: made by the host and passed as a0...o1, or (``MAPS``) made here from
-    pointers. Else a0, a1, b are pointers with strides lda (along rows), ldb (along n) and a_step, b_step (along k).
+    ``BULK`` reads and writes through tensor maps: made by the host and passed as a0...o1 (d: one of addends), or
+    (``MAPS``) made here from pointers. Else a0, a1, b are pointers with strides lda (along rows), ldb (along n) and
+    a_step, b_step (along k).
     ``ALIGNED``: addends start at multiples of 16 bytes, with row strides of multiples of 8 elements; the other
     addresses and strides carry such promises in the types they are compiled for.
     ``seals``: 1 when the launch may fail: the last CTA to leave looks for a fault and spoils every output.
     """
     BN_STORE: tl.constexpr = BN // 2 if SPLIT else BN
+    MAPPED: tl.constexpr = BULK and ADDENDS and not MAPS
     if MAPS:
         da0 = tl.make_tensor_descriptor(a0, [a0_rows, k], [lda0, 1], [BM, BK])
         da1 = tl.make_tensor_descriptor(a1, [a1_rows, k], [lda1, 1], [BM, BK])
@@ -384,14 +410,14 @@ def gemm_kernel(
         da0, da1, db, do0, do1 = a0, a1, b, o0, o1
     if POLLS:
         base += tl.load(epoch)
-    _phase(0, split, da0, db, do0, c0, bias, scale_a0, scale_b, table, fault, fault_host,
+    _phase(0, split, da0, db, do0, c0, d, bias, scale_a0, scale_b, table, fault, fault_host,
            n, k, lda0, ldb, ldc0, a_step, b_step, scale_a_rows, scale_b_rows, base, timeout_ns,
            OUT, BM, BN, BK, GROUP, SPLIT, BULK, ALIGNED, B_COLS, EVEN_K, EXACT,
-           POLLS, BIAS, ADDENDS, SCALES)  # fmt: skip
-    _phase(split, segments, da1, db, do1, c1, bias, scale_a1, scale_b, table, fault, fault_host,
+           POLLS, BIAS, ADDENDS, SCALES, MAPPED)  # fmt: skip
+    _phase(split, segments, da1, db, do1, c1, d, bias, scale_a1, scale_b, table, fault, fault_host,
            n, k, lda1, ldb, ldc1, a_step, b_step, scale_a_rows, scale_b_rows, base, timeout_ns,
            OUT, BM, BN, BK, GROUP, SPLIT, BULK, ALIGNED, B_COLS, EVEN_K, EXACT,
-           POLLS, BIAS, ADDENDS, SCALES)  # fmt: skip
+           POLLS, BIAS, ADDENDS, SCALES, MAPPED)  # fmt: skip
     if POLLS:
         if seals != 0:
             _stored(BULK)

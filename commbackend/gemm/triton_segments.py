@@ -18,7 +18,7 @@ from .triton_launch import Runtime
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Frame", "Launch", "Table", "Tables", "grouped", "identity", "tabulate"]
+__all__ = ["Frame", "Launch", "Partials", "Table", "Tables", "grouped", "identity", "tabulate"]
 
 LAUNCH_WORDS, SEGMENT_WORDS = 2, 13
 # Size of one table, and how many launches of different layout are remembered.
@@ -86,19 +86,55 @@ class Frame:
         return max(1, *(a + n for a, _, n in ends)), max(1, *(out + n for _, out, n in ends))
 
 
+class Partials:
+    """Addends of a launch that lie a whole number of rows apart in one piece of memory, as the first one does."""
+
+    __slots__ = ("_at", "_end", "_key", "_ld", "_size")
+
+    def __init__(self) -> None:
+        self._key: tuple[int, int] | None = None
+        self._at = self._end = self._ld = self._size = 0
+
+    def take(self, add: Tensor) -> None:
+        """Count ``add`` in if it lies in that memory."""
+        if not add.shape[0] or not add.shape[1]:
+            return
+        at, ld = add.data_ptr(), add.stride(0) if add.shape[0] > 1 else max(add.stride(0), add.shape[1])
+        end = at + add.shape[0] * ld * add.itemsize
+        if self._key is None:
+            self._key, self._size = (add.untyped_storage().data_ptr(), ld), add.itemsize
+            self._at, self._end, self._ld = at, end, ld
+        elif self.row(add) is not None:
+            self._at, self._end = min(self._at, at), max(self._end, end)
+
+    def row(self, add: Tensor) -> int | None:
+        """First row of ``add`` in that memory, or None if it is elsewhere."""
+        ld = add.stride(0) if add.shape[0] > 1 else self._ld
+        if self._key != (add.untyped_storage().data_ptr(), ld):
+            return None
+        row, rest = divmod(add.data_ptr() - self._at, ld * self._size)
+        return None if rest else row
+
+    def place(self) -> tuple[int, int, int] | None:
+        """Address, rows and row stride in elements of that memory; None without addends."""
+        return (self._at, (self._end - self._at) // (self._ld * self._size), self._ld) if self._key else None
+
+
 class Launch:
     """Segments that one launch serves: one b, scale_b and column stride of a, and at most two frames.
 
     Attributes:
         bias: The one bias of those segments that have one; None while none has.
+        partials: Where addends lie, once all segments are there.
     """
 
-    __slots__ = ("bias", "frames", "key")
+    __slots__ = ("bias", "frames", "key", "partials")
 
     def __init__(self, key: tuple[Any, ...]) -> None:
         self.key = key
         self.bias: Tensor | None = None
         self.frames: list[Frame] = []
+        self.partials = Partials()
 
     def admits(self, bias: Tensor | None) -> bool:
         """Whether a segment with ``bias`` may join."""
@@ -119,7 +155,7 @@ def grouped(segments: Sequence[GemmSegment]) -> list[Launch]:
             s.a.stride(1), s.b.data_ptr(), s.b.shape, s.b.stride(),
             None if s.scale_b is None else s.scale_b.data_ptr(), s.scale_a is not None and s.scale_a.numel() != 1,
         )  # fmt: skip
-        need = SEGMENT_WORDS + 1 + 4 * len(s.ready) + 2 * len(s.done) + 2 * len(s.addends)
+        need = SEGMENT_WORDS + 1 + 4 * len(s.ready) + 2 * len(s.done) + 3 * len(s.addends)
         words += need
         launch = launches[-1] if launches and launches[-1].key == key and launches[-1].admits(s.bias) else None
         fits = launch is not None and words + LAUNCH_WORDS <= _TABLE_WORDS
@@ -130,6 +166,8 @@ def grouped(segments: Sequence[GemmSegment]) -> list[Launch]:
             launch.frames.append(Frame())
             launch.frames[-1].take(s)
         launch.bias = s.bias if launch.bias is None else launch.bias
+        for add in s.addends:
+            launch.partials.take(add)
     return launches
 
 
@@ -139,6 +177,7 @@ def identity(s: GemmSegment, base: int) -> tuple[Any, ...]:
     for t in (s.a, s.b, s.out):
         key += (t.data_ptr(), t.shape, t.stride(), t.dtype)
     key += (s.a.untyped_storage().data_ptr(), s.out.untyped_storage().data_ptr())
+    key += [add.untyped_storage().data_ptr() for add in s.addends]
     for row in (s.bias, s.scale_a, s.scale_b, *s.addends):
         key.append(None if row is None else (row.data_ptr(), row.shape, row.stride(), row.dtype))
     if s.scale_a is not None:
@@ -183,7 +222,8 @@ def tabulate(launch: Launch, bm: int, n_tiles: int, base: int) -> Table:
             head += [rows, a_row, out_row, tiles]
             ready = [(_here(slot, w), slot.value - base, w, slot.word) for w, slot in s.ready]
             done = [(_there(slot, p), slot.value - base) for p, slot in s.done]
-            addends = [(add.data_ptr(), add.stride(0)) for add in s.addends] if rows else []
+            found = [(add, launch.partials.row(add)) for add in s.addends] if rows else []
+            addends = [(add.data_ptr(), add.stride(0), -1 if at is None else at) for add, at in found]
             for entries in (ready, done, addends):
                 head += [len(entries), -(lists + len(tail))]
                 tail += [word for entry in entries for word in entry]

@@ -7,7 +7,7 @@ at most ``granularity - 1`` rows of work a segment.
 
 A kernel that polls holds its SMs until its flags have risen. It therefore leaves ``RESERVED_SMS`` SMs to kernels of
 others (the application's collectives that precede a peer's put, a transport's copy kernels);
-``TritonTile(reserve_sms=...)`` or ``sm_limit=`` of a call say otherwise. ``benchmarks/gemm_flags.py`` prices it: 128 of
+``TritonTile(reserve_sms=...)`` or ``sm_limit=`` of a call say otherwise. What it costs was measured: 128 of
 an H200's 132 SMs cost at most 3 %, mostly nothing, since they divide most counts of tiles; 124 cost 2-13 % at
 m >= 4096, up to 27 % at 2048 and 53 % at 512.
 
@@ -20,17 +20,17 @@ loads: right, polling as well, and slow.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from ..contract import GemmProblem, GemmProvider, GemmSegment, SumProvider
+from ..contract import ExchangeMemory, ExchangeProvider, GemmProblem, GemmProvider, GemmSegment, SumProvider
 from ..errors import ShapeError, Unavailable, Unsupported
 from .triton_choice import FP8, GENERAL, RESERVED_SMS, TileConfig, choose
 from .triton_launch import DTYPES, CudaDriver, Loaded, Runtime
-from .triton_reduce import ReduceKernel, summable
-from .triton_segments import Launch, Table, Tables, grouped, identity, tabulate
+from .triton_reduce import FEW_NBYTES, LoadedKernels, OneShot, ReduceKernel, summable
+from .triton_segments import Launch, Partials, Table, Tables, grouped, identity, tabulate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,14 +70,15 @@ def specify(v: Variant) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, 
         ("table", "fault", "epoch"), "*i64"
     )
     types |= dict.fromkeys(("scale_a0", "scale_a1", "scale_b"), "*fp32") | dict.fromkeys(
-        ("o0", "o1", "c0", "c1", "bias"), f"*{out}"
+        ("o0", "o1", "d", "c0", "c1", "bias"), f"*{out}"
     )
     types |= dict.fromkeys(("a0", "a1", "b"), f"*{name}")
     if v.load == "bulk" and not c.device_maps:
         b_box = (c.bk, c.bn) if v.b_cols else (c.bn, c.bk)
         types |= dict.fromkeys(("a0", "a1"), f"tensordesc<{name}[{c.bm}, {c.bk}]>")
         types["b"] = f"tensordesc<{name}[{b_box[0]}, {b_box[1]}]>"
-        types |= dict.fromkeys(("o0", "o1"), f"tensordesc<{out}[{c.bm}, {c.bn // 2 if c.split else c.bn}]>")
+        stored = ("o0", "o1", "d") if v.addends else ("o0", "o1")
+        types |= dict.fromkeys(stored, f"tensordesc<{out}[{c.bm}, {c.bn // 2 if c.split else c.bn}]>")
     constants: dict[str, Any] = {
         "OUT": getattr(tl, str(v.out_dtype).removeprefix("torch.")), "BM": c.bm, "BN": c.bn, "BK": c.bk,
         "GROUP": c.group, "SPLIT": c.split, "BULK": v.load == "bulk", "MAPS": v.load == "bulk" and c.device_maps,
@@ -99,7 +100,7 @@ def specify(v: Variant) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, 
     return gemm_kernel, types, constants, aligned
 
 
-class TritonTile(GemmProvider, SumProvider):
+class TritonTile(GemmProvider, SumProvider, ExchangeProvider):
     """Products of bf16, fp16 and fp8 that poll and raise slots inside the kernel.
 
     Args:
@@ -123,6 +124,7 @@ class TritonTile(GemmProvider, SumProvider):
         self._kernels: dict[GemmProblem, Kernel] = {}
         self._sums: dict[tuple[torch.dtype, int], ReduceKernel] = {}
         self._tables: Tables | None = None
+        self._one_shots = LoadedKernels()
         self._lock, self._calls = threading.Lock(), threading.Lock()
 
     @classmethod
@@ -199,7 +201,7 @@ class TritonTile(GemmProvider, SumProvider):
             return found
 
     def sums(self, dtype: torch.dtype, count: int) -> str | None:
-        """bf16, fp16 and fp32, up to 16 partials."""
+        """bf16, fp16 and fp32, up to 17 partials."""
         return summable(dtype, count)
 
     def prepare_sum(self, dtype: torch.dtype, count: int) -> ReduceKernel:
@@ -209,6 +211,18 @@ class TritonTile(GemmProvider, SumProvider):
             if found is None:
                 found = self._sums[dtype, count] = ReduceKernel(self.runtime, dtype, count)
             return found
+
+    def exchange_nbytes(self, size: int, programs: int, slot_nbytes: int) -> tuple[int, int]:
+        """``OneShot.nbytes``."""
+        return OneShot.nbytes(size, programs, slot_nbytes)
+
+    def exchange(self, memory: ExchangeMemory, *, few_nbytes: int = FEW_NBYTES) -> OneShot:
+        """One-shot all-reduces over ``memory``, which end with this provider's deadline.
+
+        Args:
+            few_nbytes: Up to this many bytes of rows go by the low-latency protocol.
+        """
+        return OneShot(self.runtime, memory, self.timeout_s, self._one_shots, few_nbytes)
 
     def variants(self, problem: GemmProblem) -> dict[str, Variant]:
         """Return what ``prepare(problem)`` compiles, by layout of the operands: "nt" and "nn" (b's unit stride along
@@ -225,6 +239,17 @@ class TritonTile(GemmProvider, SumProvider):
             made["nn"] = made["nt"]._replace(b_cols=True)
             made["strided"] = made["nt"]._replace(load="strided", even_k=False, config=GENERAL)
         return made
+
+    def compile_ahead(self, problems: Iterable[GemmProblem], *, processes: int = 0) -> int:
+        """Compile what ``prepare`` of these will need, in processes side by side. Returns the number of variants.
+
+        Worth it before a start that prepares many: one variant takes a second or two.
+        """
+        from .triton_ahead import compile_ahead
+
+        wanted = {v: None for p in problems if self.supports(p) is None for v in self.variants(p).values()}
+        fresh = [v for v in wanted if v not in self._variants]
+        return compile_ahead(fresh, self.runtime.capability, processes=processes)
 
     def _prepare(self, problem: GemmProblem) -> Kernel:
         if self._tables is None:
@@ -331,7 +356,7 @@ class Kernel:
             table = tabulate(launch, config.bm, -(-n // config.bn), base)
             if table.tiles or table.slots:
                 values = self._values(launch, name == "nn") | {"seals": int(table.waits)}
-                maps = self._maps(values, name == "nn") if loaded.maps else ()
+                maps = self._maps(values, name == "nn", launch.partials) if loaded.maps else ()
                 bound.append(_Bound(loaded, config.ctas, table, values, maps))
         return bound
 
@@ -367,7 +392,7 @@ class Kernel:
         split, segments = len(first.segments), len(launch.segments)
         return {
             "a0": first.a, "a1": second.a, "b": s.b.data_ptr(), "o0": first.out, "o1": second.out,
-            "c0": first.out, "c1": second.out, "bias": 0 if launch.bias is None else launch.bias.data_ptr(),
+            "c0": first.out, "c1": second.out, "d": 0, "bias": 0 if launch.bias is None else launch.bias.data_ptr(),
             "scale_a0": first.scale, "scale_a1": second.scale,
             "scale_b": 0 if s.scale_b is None else s.scale_b.data_ptr(),
             "scale_a_rows": int(s.scale_a is not None and s.scale_a.numel() != 1),
@@ -379,7 +404,9 @@ class Kernel:
             "fault": fault.device.data_ptr(), "fault_host": fault.host.data_ptr(),
         }  # fmt: skip
 
-    def _maps(self, v: Mapping[str, int], b_cols: bool) -> tuple[tuple[str, int, int, int, int, int], ...]:
+    def _maps(
+        self, v: Mapping[str, int], b_cols: bool, partials: Partials
+    ) -> tuple[tuple[str, int, int, int, int, int], ...]:
         kind, out_kind = DTYPES[self._dtype][1], DTYPES[self._out_dtype][1]
         size, out_size = self._dtype.itemsize, self._out_dtype.itemsize
         rows, cols = (v["k"], v["n"]) if b_cols else (v["n"], v["k"])
@@ -387,6 +414,10 @@ class Kernel:
         for i in "01":
             maps.append((f"a{i}", kind, v[f"a{i}"], v[f"a{i}_rows"], v["k"], v[f"lda{i}"] * size))
             maps.append((f"o{i}", out_kind, v[f"o{i}"], v[f"o{i}_rows"], v["n"], v[f"ldc{i}"] * out_size))
+        if self._problem.addends:
+            # Without addends any map will do.
+            at, rows, ld = partials.place() or (v["o0"], v["o0_rows"], v["ldc0"])
+            maps.append(("d", out_kind, at, rows, v["n"], ld * out_size))
         return tuple(maps)
 
     def _layout(self, launch: Launch) -> str:

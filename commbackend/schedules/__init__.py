@@ -6,14 +6,17 @@ show). ``candidates`` and ``default_knobs`` say what may be chosen and what is c
 
 from __future__ import annotations
 
-from .catalog import OPS, SCHEDULES, needs_free_queues, plan, program, supports
+from .catalog import KERNEL_NBYTES, OPS, SCHEDULES, foldable, malformed, needs_free_queues, plan, program, supports
 from .choice import candidates, default_knobs, reserve_nbytes
 
 __all__ = [
+    "KERNEL_NBYTES",
     "OPS",
     "SCHEDULES",
     "candidates",
     "default_knobs",
+    "foldable",
+    "malformed",
     "needs_free_queues",
     "plan",
     "program",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import gather_side
+from . import gather_side, two_level
 from .draft import Draft
 from .gather_side import Gather, Product
 
@@ -39,4 +39,5 @@ SCHEDULES = {
     "pull": _planner(gather_side.pull),
     "collective": _planner(gather_side.collective),
     "sequence": _planner(gather_side.sequence),
+    "two_level": _planner(two_level.gather),
 }

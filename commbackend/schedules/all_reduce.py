@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..plan import data_slot
-from . import reduce_side
+from . import reduce_side, two_level
 from .draft import Draft
 from .reduce_side import Between, Partial, nothing
 from .shards import Layout, Piece, regions
@@ -15,6 +15,10 @@ __all__ = ["BUILDERS"]
 
 def _one_shot(d: Draft, p: Partial, out: str, between: Between = nothing) -> None:
     reduce_side.one_shot(d, p, Layout(out, 0, 1), between)
+
+
+def _one_shot_kernel(d: Draft, p: Partial, out: str, between: Between = nothing) -> None:
+    reduce_side.one_shot_kernel(d, p, Layout(out, 0, 1), between)
 
 
 def _one_shot_pull(d: Draft, p: Partial, out: str, between: Between = nothing) -> None:
@@ -98,10 +102,12 @@ def _or_alone(build: Callable[..., None]) -> Callable[..., None]:
 #: Name -> builder(draft, partial, output, between).
 BUILDERS: dict[str, Callable[..., None]] = {
     "one_shot": _or_alone(_one_shot),
+    "one_shot_kernel": _or_alone(_one_shot_kernel),
     "one_shot_pull": _or_alone(_one_shot_pull),
     "two_shot": _or_alone(_two_shot),
     "two_shot_direct": _or_alone(_two_shot_reading(reduce_side.direct)),
     "two_shot_pull": _or_alone(_two_shot_reading(reduce_side.pull)),
     "collective": _or_alone(_collective),
     "sequence": _or_alone(_sequence),
+    "two_level": _or_alone(two_level.all_reduce),
 }

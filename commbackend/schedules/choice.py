@@ -7,9 +7,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from ..errors import PlanError
-from ..plan import ITEMSIZE, Knobs, PlanCaps, Problem
+from ..plan import ITEMSIZE, MAX_CHUNKS, Knobs, PlanCaps, Problem
 from .catalog import POLLING, SCHEDULES, supports
 from .shards import Piece, cut
+from .two_level import most_chunks
 
 __all__ = ["candidates", "default_knobs", "reserve_nbytes"]
 
@@ -49,11 +50,12 @@ def candidates(problem: Problem, caps: PlanCaps, polling: bool = False) -> list[
     for schedule in SCHEDULES.get(problem.op, ()):
         if supports(problem, caps, Knobs(schedule)) is not None:
             continue
-        if schedule == "sequence":
+        if schedule in ("sequence", "one_shot_kernel"):
             found.setdefault(_plan_key(problem, caps, knobs := Knobs(schedule, 1, 0)), knobs)
             continue
         one_shot = schedule.startswith("one_shot")
-        for chunks in (c for c in _CHUNK_COUNTS if same[c, one_shot] == c):
+        most = most_chunks(len(set(caps.hosts))) if caps.hosts else MAX_CHUNKS
+        for chunks in (c for c in _CHUNK_COUNTS if same[c, one_shot] == c and c <= most):
             for knobs in _forms(problem, caps, Knobs(schedule, chunks), polling):
                 found.setdefault(_plan_key(problem, caps, knobs), knobs)
     return list(found.values())
@@ -95,6 +97,8 @@ def _lanes_used(problem: Problem, knobs: Knobs) -> int:
     op, schedule, many = problem.op, knobs.schedule, 2 if problem.size > 2 else 1
     if schedule == "collective":
         return 1
+    if schedule == "two_level":
+        return 2
     if op in ("all_gather", "all_gather_matmul"):
         copies = "gathered" in problem.flags or (schedule == "pull" and "wgrad" in problem.flags)
         used = many if schedule == "push" else 1
@@ -119,7 +123,8 @@ def _gated(problem: Problem, knobs: Knobs) -> int:
     if knobs.schedule == "collective":
         gathers = problem.op == "all_gather_matmul"
         return max(len(cut(rows, problem.blocks, knobs.chunks)) for rows in problem.rows) if gathers else 0
-    if knobs.schedule in ("push", "two_shot") or (problem.op, knobs.schedule) == ("all_gather_matmul", "pull"):
+    pulls = (problem.op, knobs.schedule) == ("all_gather_matmul", "pull")
+    if knobs.schedule in ("push", "two_shot", "two_level") or pulls:
         return _arrivals(problem, knobs)
     return 0
 
@@ -128,9 +133,13 @@ def default_knobs(problem: Problem, caps: PlanCaps, polling: bool = False, *, al
     """Return the knobs used when none are given and none were measured. A rule by bytes:
 
     * one rank: nothing travels, the first schedule in its one form;
-    * transports with collectives only: ``collective``;
+    * transports with collectives only: ``collective``; of two levels: ``two_level``, with a lane for what crosses
+      between hosts (and one for puts, where the transport says that it is worth having), and chunks of about 2 MiB;
+      below 64 KiB in the caller's lane; peers' rows in two products where shards have fewer than 256, and on GPUs;
     * with peer views, ranks read each other's memory (``pull``; all-reduces ``one_shot_pull`` up to 512 KiB, then
       ``two_shot_pull``); else, and on GPUs (``stream_ordered``), they put (``push``, ``one_shot``, ``two_shot``);
+    * on GPUs where one kernel can do the whole all-reduce (``exchanges``), and all ranks' rows are 2 MiB at most:
+      ``one_shot_kernel``;
     * what one rank sends to one peer below 64 KiB, and on CPUs shards of fewer than 256 rows: one product where there
       is one (``sequence``, ``one_shot``), else one chunk, everything in the caller's lane;
     * above that on CPUs, where the transport says that a copy lane is worth having (``copy_lanes``: cores that do not
@@ -151,12 +160,14 @@ def default_knobs(problem: Problem, caps: PlanCaps, polling: bool = False, *, al
     """
     schedule = _default_schedule(problem, caps)
     nbytes = _peer_nbytes(problem)
-    if problem.size == 1 or nbytes < _TINY_NBYTES or (caps.stream_ordered and schedule == "one_shot"):
+    if schedule == "two_level" and problem.size > 1:
+        knobs = _two_level(problem, caps, nbytes)
+    elif problem.size == 1 or nbytes < _TINY_NBYTES or (caps.stream_ordered and schedule.startswith("one_shot")):
         # All in the caller's lane; on a GPU a launch costs more than the wait for the last peer.
         knobs = Knobs(schedule, 1, lanes=0)
         knobs = _gate(problem, knobs, 1) if caps.stream_ordered and problem.size > 1 else knobs
     elif caps.stream_ordered:
-        whole_nbytes = problem.blocks * problem.total * _cols(problem) * ITEMSIZE.get(problem.dtype, 1)
+        whole_nbytes = problem.blocks * problem.total * _cols(problem) * ITEMSIZE.get(problem.moved, 1)
         wins = whole_nbytes >= _LEAST_POLLED_NBYTES and (problem.size > 2 or problem.op.endswith("all_reduce"))
         knobs = _on_gpu(problem, caps, schedule, polling and (always or wins))
     elif caps.copy_lanes == 0 and caps.one_sided:
@@ -166,6 +177,15 @@ def default_knobs(problem: Problem, caps: PlanCaps, polling: bool = False, *, al
     if (reason := supports(problem, caps, knobs)) is not None:
         raise PlanError(f"no schedule for {problem}: {reason}")
     return knobs
+
+
+def _two_level(problem: Problem, caps: PlanCaps, nbytes: int) -> Knobs:
+    if nbytes < _TINY_NBYTES:
+        return _gate(problem, Knobs("two_level", 1, lanes=0), 1)
+    chunks = min(_chunks(nbytes, _CHUNK_NBYTES, 8), most_chunks(len(set(caps.hosts))))
+    knobs = Knobs("two_level", chunks, lanes=2 if caps.stream_ordered or caps.copy_lanes else 1)
+    few = caps.stream_ordered or max(problem.rows) * problem.blocks < _FEW_ROWS
+    return _gate(problem, knobs, 2) if few else knobs
 
 
 def reserve_nbytes(nbytes: int, size: int) -> int:
@@ -202,12 +222,16 @@ def _default_schedule(problem: Problem, caps: PlanCaps) -> str:
     op = problem.op
     if problem.size == 1:
         return next(iter(SCHEDULES.get(op, ("",))))
+    if caps.hosts:
+        return "two_level"
     if not caps.one_sided:
         return "collective"
     reads = caps.peer_view and not caps.stream_ordered
     if op.endswith("all_reduce"):
         most = _ONE_SHOT_NBYTES if caps.stream_ordered else _ONE_SHOT_HOST_NBYTES
-        small = problem.total * _cols(problem) * ITEMSIZE.get(problem.dtype, 1) <= most
+        if caps.stream_ordered and supports(problem, caps, Knobs("one_shot_kernel", lanes=0)) is None:
+            return "one_shot_kernel"
+        small = problem.total * _cols(problem) * ITEMSIZE.get(problem.moved, 1) <= most
         if not caps.stream_ordered and "dgrad" not in op and problem.n and problem.total < 2 * _FEW_ROWS:
             small = True
         return ("one_shot" if small else "two_shot") + ("_pull" if reads else "")
@@ -224,4 +248,4 @@ def _cols(problem: Problem) -> int:
 
 def _peer_nbytes(problem: Problem) -> int:
     """Bytes the longest shard sends to one peer."""
-    return problem.blocks * max(problem.rows) * _cols(problem) * ITEMSIZE.get(problem.dtype, 1)
+    return problem.blocks * max(problem.rows) * _cols(problem) * ITEMSIZE.get(problem.moved, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import all_reduce, gather_side, reduce_side
+from . import all_reduce, gather_side, reduce_side, two_level
 from .draft import Draft
 from .gather_side import Gather
 from .reduce_side import Partial
@@ -46,11 +46,13 @@ ALL_GATHER = {
     "push": _all_gather(gather_side.push),
     "pull": _all_gather(gather_side.pull),
     "collective": _all_gather(gather_side.collective),
+    "two_level": _all_gather(two_level.gather),
 }
 REDUCE_SCATTER = {
     "push": _reduce_scatter(reduce_side.push),
     "pull": _reduce_scatter(reduce_side.pull),
     "collective": _reduce_scatter(reduce_side.collective),
+    "two_level": _reduce_scatter(two_level.reduce),
 }
 ALL_REDUCE = {
     name: _all_reduce(build)

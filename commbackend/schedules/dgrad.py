@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import all_reduce, gather_side, reduce_side
+from . import all_reduce, gather_side, reduce_side, two_level
 from .draft import Draft
 from .reduce_side import Partial
 
@@ -55,6 +55,17 @@ def _gather_by_collective(d: Draft) -> Callable[[], None]:
     return lambda: _wgrad(d, scratch, tuple(rounds))
 
 
+def _gather_in_two_levels(d: Draft) -> Callable[[], None]:
+    heap = d.buffer("gathered.heap", "heap", d.shards.gathered_rows, d.problem.k)
+    arrive, brought = two_level.gather_for_wgrad(d, heap)
+
+    def finish() -> None:
+        arrive()
+        _wgrad(d, heap, brought)
+
+    return finish
+
+
 def _reduce_scatter(build: Callable[..., None]) -> Callable[[Draft], None]:
     def planner(d: Draft) -> None:
         flags = d.problem.flags
@@ -68,7 +79,10 @@ def _reduce_scatter(build: Callable[..., None]) -> Callable[[Draft], None]:
             finish = lambda: _wgrad(d, "x")  # noqa: E731 - one rank's x is the gathered one
         if "wgrad" in flags and "saved" not in flags and d.size > 1:
             by_collective = build is reduce_side.collective or not d.caps.one_sided
-            finish = _gather_by_collective(d) if by_collective else _gather_by_puts(d)
+            if build is two_level.reduce:
+                finish = _gather_in_two_levels(d)
+            else:
+                finish = _gather_by_collective(d) if by_collective else _gather_by_puts(d)
         if partial is None:
             finish()
         elif d.size == 1:
@@ -100,5 +114,6 @@ REDUCE_SCATTER = {
     "pull": _reduce_scatter(reduce_side.pull),
     "collective": _reduce_scatter(reduce_side.collective),
     "sequence": _reduce_scatter(reduce_side.sequence),
+    "two_level": _reduce_scatter(two_level.reduce),
 }
 ALL_REDUCE = {name: _all_reduce(build) for name, build in all_reduce.BUILDERS.items()}

@@ -24,7 +24,7 @@ from ..plan import (
     Step,
     Wait,
 )
-from .shards import Layout, Piece, Shards, regions, runs
+from .shards import Hosts, Layout, Piece, Shards, Turn, regions, runs
 
 __all__ = ["Draft", "merged"]
 
@@ -39,28 +39,46 @@ class Draft:
         self.problem, self.rank, self.caps, self.knobs = problem, rank, caps, knobs
         self.size = problem.size
         self.shards = Shards(problem, knobs.chunks)
+        turn = Turn(self.size, knobs.domain)
         #: Peers in the order in which this rank serves them: every rank starts with another one.
-        self.targets = tuple((rank + i) % self.size for i in range(1, self.size))
+        self.targets = tuple(turn.add(rank, i) for i in range(1, self.size))
         #: Peers in the order in which their chunks are expected.
-        self.sources = tuple((rank - i) % self.size for i in range(1, self.size))
+        self.sources = tuple(turn.minus(rank, i) for i in range(1, self.size))
+        #: With two levels: where ranks are. Peers are those of the own host then.
+        self.hosts = Hosts(caps.hosts, rank) if caps.hosts and self.size > 1 else None
+        if self.hosts is not None:
+            self.targets, self.sources = self.hosts.targets, self.hosts.sources
         self._buffers: dict[str, Buffer] = {}
         self._steps: list[Step] = []
         self._last: dict[int, int] = {}
         #: lane -> other lane -> the latest step there that a step here has named.
         self._known: dict[int, dict[int, int]] = {}
         self._credits: int | None = None
+        if problem.scales:
+            rows = problem.blocks * problem.total if problem.scales == "row" else 1
+            self.inputs(("scale_a", 1, rows))
+            self.inputs(*((f"scale_b{i}", 1, n if rows > 1 else 1) for i, n in enumerate(problem.n)))
 
     def program(self) -> Program:
-        """Close the draft with the credits of all peers, and return the program."""
-        if self.caps.one_sided:
+        """Close the draft with the credits of all peers, where anything is shared with them, and return the program."""
+        if Program(self.rank, tuple(self._buffers.values()), tuple(self._steps)).counted and self.caps.one_sided:
             for peer in self.targets:
                 self._add(Signal(0, self._after(0, self._last.values()), peer, CREDIT))
         return Program(self.rank, tuple(self._buffers.values()), tuple(self._steps))
 
     # -- buffers
     def buffer(self, name: str, space: str, rows: int, cols: int) -> str:
-        """Declare a buffer of the problem's dtype and return its name."""
-        self._buffers[name] = Buffer(name, space, rows, cols, self.problem.dtype)
+        """Declare a buffer and return its name; its type follows from what it is for."""
+        p = self.problem
+        if name.startswith("scale"):
+            dtype = "float32"
+        elif space == "input":
+            dtype = p.result if name.startswith(("bias", "residual", "norm")) else p.dtype
+        elif space == "output":
+            dtype = p.dtype if name == "gathered" else p.result
+        else:
+            dtype = p.moved
+        self._buffers[name] = Buffer(name, space, rows, cols, dtype)
         return name
 
     def inputs(self, *shapes: tuple[str, int, int]) -> None:
@@ -174,8 +192,18 @@ class Draft:
         segments = []
         for run in runs(piece, a, out, *addends):
             ra, rout, *more = regions(run, a, out, *addends)
-            segments.append(Segment(ra, weight, rout, row, tuple(more), ready))
+            # Scales lie in the order of gathered rows.
+            scales = self._scales(rout if self.problem.op == "all_gather_matmul" else ra, b)
+            segments.append(Segment(ra, weight, rout, row, tuple(more), ready, (), *scales))
         return segments
+
+    def _scales(self, rows: Region, b: str) -> tuple[Region, Region] | tuple[()]:
+        """Where the scales of ``rows`` of the gathered matrix and of weight ``b`` lie."""
+        if not self.problem.scales:
+            return ()
+        by_row = self.problem.scales == "row"
+        mine = Region("scale_a", 0, 1, rows.row, rows.rows) if by_row else self.whole("scale_a")
+        return mine, self.whole(f"scale_b{b.removeprefix('w')}")
 
     def weight_product(self, a: str, b: str, out: str, after: Sequence[int | None] = ()) -> int | None:
         """out = a.T @ b over all rows, on lane 0."""
@@ -190,13 +218,14 @@ class Draft:
         dst: Layout,
         bias: str | None,
         after: Sequence[int | None] = (),
+        lane: int = 0,
     ) -> int | None:
-        """Sum ``piece`` of ``srcs``, in their order, on lane 0."""
+        """Sum ``piece`` of ``srcs``, in their order."""
         if not piece or not self.cols(dst.buf):
             return None
         row = self.whole(bias) if bias else None
         here, *parts = regions(piece, dst, *srcs)
-        return self._add(Reduce(0, self._after(0, after), tuple(parts), here, row))
+        return self._add(Reduce(lane, self._after(lane, after), tuple(parts), here, row))
 
     def collective(
         self,
@@ -205,10 +234,27 @@ class Draft:
         dsts: Sequence[Region],
         slots: tuple[int, ...] = (),
         after: Sequence[int | None] = (),
+        *,
+        between: bool = False,
     ) -> int:
-        """Run a collective on the first copy lane."""
+        """Run a collective on the first copy lane; ``between``: hosts."""
         lane = self.copy_lane()
-        return self._add(Collective(lane, self._after(lane, after), kind, tuple(srcs), tuple(dsts), slots))
+        waits, here, there = self._after(lane, after), tuple(srcs), tuple(dsts)
+        return self._add(Collective(lane, waits, kind, here, there, slots, between=between))
+
+    def one_shot(self, src: str, dst: str, bias: str | None) -> int | None:
+        """Sum ``src`` over ranks by one kernel on lane 0, with what the problem's flags fold in."""
+        p = self.problem
+        if not (p.total and self.cols(dst)):
+            return None
+        srcs, dsts, weight = [src], [dst], None
+        if "residual" in p.flags:
+            srcs.append("residual")
+        if "norm" in p.flags:
+            dsts, weight = [dst, "normed"], self.whole("norm_weight")
+        row = self.whole(bias) if bias else None
+        here, there = (tuple(map(self.whole, names)) for names in (srcs, dsts))
+        return self._add(Collective(0, (), "one_shot", here, there, bias=row, weight=weight, eps=p.eps))
 
 
 def merged(segments: Iterable[Segment]) -> list[Segment]:
@@ -230,4 +276,7 @@ def _joined(first: Segment, second: Segment) -> Segment | None:
     if not follows or (first.b, first.bias, first.ready, first.done) != (second.b, second.bias, (), ()):
         return None
     a, out, *addends = (replace(r, rows=r.rows + t.rows) for r, t in zip(ours, theirs))
-    return replace(first, a=a, out=out, addends=tuple(addends))
+    scale = first.scale_a
+    if scale is not None and second.scale_a is not None and scale.cols >= 0:
+        scale = replace(scale, cols=scale.cols + second.scale_a.cols)
+    return replace(first, a=a, out=out, addends=tuple(addends), scale_a=scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import reduce_side
+from . import reduce_side, two_level
 from .draft import Draft
 from .reduce_side import Partial
 
@@ -33,4 +33,5 @@ SCHEDULES = {
     "pull": _planner(reduce_side.pull),
     "collective": _planner(reduce_side.collective),
     "sequence": _planner(reduce_side.sequence),
+    "two_level": _planner(two_level.reduce),
 }

@@ -1,9 +1,9 @@
 """Building blocks of all reductions: partial sums travel to the rank that owns their rows, which adds them up.
 
 A sum is always over ranks 0, 1, ... in this order with the own partial at its place, so that its bits depend neither
-on arrival nor on the schedule. Where the product's own launch adds (``Knobs.folds``) the order is another fixed one:
-the own partial, not yet rounded, then the bias, then the peers' in rank order. Chunks are made peers' first, in rotated
-order, own rows last.
+on arrival nor on the schedule; a residual follows, then the bias. Where the product's own launch adds (``Knobs.folds``)
+the order is another fixed one: the own partial, not yet rounded, then the bias, then the peers' in rank order, then a
+residual. Chunks are made peers' first, in rotated order, own rows last.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ __all__ = [
     "local_words",
     "nothing",
     "one_shot",
+    "one_shot_kernel",
     "one_shot_pull",
     "pull",
     "push",
@@ -47,12 +48,14 @@ class Partial:
         terms: (a, b) buffers; a has the gathered rows.
         form: "nt" (b is (cols, K)) or "nn" (b is (K, cols)).
         bias: Added once, with the sum over ranks.
+        residual: Rows like the result's, added once before the bias.
     """
 
     cols: int
     terms: tuple[tuple[str, str], ...] = ()
     form: str = "nt"
     bias: str | None = None
+    residual: str | None = None
 
 
 def nothing() -> None:
@@ -72,6 +75,7 @@ def _make(
     after: Sequence[int | None] = (),
     lane: int = 0,
     bias: str | None = None,
+    residual: str | None = None,
 ) -> int | None:
     """Store ``piece`` of the partial in ``out``; ``rows`` says where the same rows of an operand lie."""
     if not p.terms:
@@ -83,7 +87,10 @@ def _make(
     last: int | None = None
     for i, (a, b) in enumerate(p.terms):
         target, row = (out, bias) if i == final else (sums, None)
-        segments = d.rows_product(piece, rows(a), b, target, bias=row, addends=(sums,) if i else ())
+        added = [sums] if i else []
+        if residual and i == final:
+            added.append(rows(residual))
+        segments = d.rows_product(piece, rows(a), b, target, bias=row, addends=added)
         last = d.gemm(segments, p.form, after)
     return last
 
@@ -91,7 +98,7 @@ def _make(
 def alone(d: Draft, p: Partial, out: str, between: Between = nothing) -> None:
     """One rank's reduction: its partial, bias and all, is the result."""
     everything = Piece(0, 1, 0, d.shards.gathered_rows)
-    _make(d, p, everything, _rows_of, _rows_of(out), bias=p.bias)
+    _make(d, p, everything, _rows_of, _rows_of(out), bias=p.bias, residual=p.residual)
     between()
 
 
@@ -140,6 +147,8 @@ def _sum(
         for peer in d.sources if rounds is None else ():
             d.wait(0, peer, data_slot(chunk), piece, parts[peer])
         srcs = [parts.get(r, own) for r in range(d.size)]
+        if p.residual:
+            srcs.append(d.shards.gathered(p.residual, d.rank))
         after = (rounds[chunk],) if rounds else ()
         reduced(chunk, piece, d.reduce(piece, srcs, dst, p.bias, after))
 
@@ -237,6 +246,8 @@ def _folding(
     for chunk, piece in enumerate(d.shards.pieces[d.rank]):
         ready = tuple((q, data_slot(chunk)) for q in d.sources)
         added = [parts[q] for q in sorted(parts)]
+        if p.residual:
+            added.append(d.shards.gathered(p.residual, d.rank))
         product = d.rows_product(piece, d.shards.gathered(a, d.rank), b, dst, bias=p.bias, addends=added, ready=ready)
         found.append(product if words is None else _telling(product, d.rank, words))
     return found
@@ -376,6 +387,16 @@ def one_shot(d: Draft, p: Partial, dst: Layout, between: Between = nothing) -> N
     _sum_all(d, p, own, {q: Layout(heap, q * d.shards.total, 1) for q in d.sources}, dst, made)
 
 
+def one_shot_kernel(d: Draft, p: Partial, dst: Layout, between: Between = nothing) -> None:
+    """All-reduce by one kernel a rank: it pushes all rows to all, waits for the peers' and sums. For few rows."""
+    sent = "x"
+    if p.terms:
+        sent = d.buffer("sent.scratch", "scratch", d.shards.total, p.cols)
+        _make(d, p, Piece(0, 1, 0, d.shards.total), _rows_of, _rows_of(sent))
+    between()
+    d.one_shot(sent, dst.buf, p.bias)
+
+
 def one_shot_pull(d: Draft, p: Partial, dst: Layout, between: Between = nothing) -> None:
     """All-reduce: every rank keeps its partial in its own heap, and all read it there. For few rows."""
     own = _rows_of(d.buffer("partial.heap", "heap", d.shards.total, p.cols))
@@ -398,6 +419,8 @@ def _sum_all(
 ) -> None:
     """Sum all rows, chunk by chunk; ``made`` are the steps that store the chunks of ``own``, if it is not ``x``."""
     srcs = [parts.get(r, own) for r in range(d.size)]
+    if p.residual:
+        srcs.append(_rows_of(p.residual))
     for chunk, piece in enumerate(cut(d.shards.total, 1, d.knobs.chunks)):
         for peer in d.sources:
             d.wait(0, peer, data_slot(chunk), piece, parts[peer])

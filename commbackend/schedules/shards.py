@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import TypeVar
 
 from ..plan import Problem, Region
 
-__all__ = ["EMPTY", "Layout", "Piece", "Shards", "cut", "parted", "regions", "runs"]
+__all__ = ["EMPTY", "Hosts", "Layout", "Piece", "Shards", "Turn", "cut", "parted", "regions", "runs"]
 
 T = TypeVar("T")
 
@@ -106,12 +107,69 @@ def parted(items: Sequence[T], blocks: int) -> Iterator[Sequence[T]]:
         yield items[i * len(items) // count : (i + 1) * len(items) // count]
 
 
+class Turn:
+    """Ranks in turn: steps from rank to rank that look the same from every rank, so that no two serve one peer at once.
+
+    Without domains step i leads i ranks further, round the group. With domains of ``domain`` consecutive ranks it leads
+    ``i % domain`` ranks further within the domain and ``i // domain`` domains further, so that the own domain comes
+    first.
+    """
+
+    def __init__(self, size: int, domain: int) -> None:
+        self.size, self.domain = size, domain or size
+
+    def add(self, rank: int, step: int) -> int:
+        """Return the rank that ``step`` leads to from ``rank``."""
+        d, size = self.domain, self.size
+        return (rank // d * d + step // d * d) % size + (rank + step) % d
+
+    def minus(self, rank: int, step: int) -> int:
+        """Return the rank from which ``step`` leads to ``rank``."""
+        d, size = self.domain, self.size
+        return (rank // d * d - step // d * d) % size + (rank % d - step % d) % d
+
+
+class Hosts:
+    """Where ranks are, as ``rank`` sees it: hosts that hold equally many ranks, in any order.
+
+    Attributes:
+        count: Number of hosts. here: Number of the own one. others: The other ones, each rank's in another turn.
+        local: Number of this rank among those of its host.
+        ranks: Of every host its ranks, by their numbers there.
+        targets, sources: The other ranks of the own host, in the order in which they are served, or expected.
+    """
+
+    def __init__(self, hosts: Sequence[int], rank: int) -> None:
+        self.count, self.here = max(hosts) + 1, hosts[rank]
+        self.ranks = tuple(tuple(r for r, at in enumerate(hosts) if at == h) for h in range(self.count))
+        near = self.ranks[self.here]
+        self.local = near.index(rank)
+        self.others = tuple((self.here + i) % self.count for i in range(1, self.count))
+        self.targets = tuple(near[(self.local + i) % len(near)] for i in range(1, len(near)))
+        self.sources = tuple(near[(self.local - i) % len(near)] for i in range(1, len(near)))
+
+    @property
+    def twins(self) -> tuple[int, ...]:
+        """Of every host the rank with this rank's number."""
+        return tuple(ranks[self.local] for ranks in self.ranks)
+
+    @staticmethod
+    def uneven(hosts: Sequence[int]) -> str | None:
+        """Return why ranks on ``hosts`` make no two levels, or None."""
+        counts = [list(hosts).count(h) for h in sorted(set(hosts))]
+        if len(counts) < 2:
+            return "all ranks share one host"
+        if counts != [counts[0]] * len(counts):
+            return f"hosts have {', '.join(map(str, counts))} ranks: two levels need equally many on each"
+        return None if counts[0] > 1 else "every host has one rank: there is nothing to share within it"
+
+
 class Shards:
     """The shards of a problem, cut into ``chunks``."""
 
     def __init__(self, problem: Problem, chunks: int) -> None:
         self.rows, self.blocks, self.total = problem.rows, problem.blocks, problem.total
-        self.offsets = tuple(sum(self.rows[:r]) for r in range(problem.size))
+        self.offsets = (0, *accumulate(self.rows[:-1]))
         by_rows = {rows: cut(rows, self.blocks, chunks) for rows in set(self.rows)}
         self.pieces = tuple(by_rows[rows] for rows in self.rows)
         #: Chunks of the longest shard: collectives run in this many rounds.

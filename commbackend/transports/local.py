@@ -363,7 +363,9 @@ class LocalTransport(OneSided, Collective):
                     break
                 self._fabric.news.wait(left)
         if found is None:
-            waited = f"rank {self.rank} waited {time.monotonic() - start:.3f} s for rank {peer} in {self.op or 'a call'}"
+            waited = (
+                f"rank {self.rank} waited {time.monotonic() - start:.3f} s for rank {peer} in {self.op or 'a call'}"
+            )
             text = f"{waited} (call {seq}): it has published no record"
             raise self._broke(CommTimeout(text, rank=peer, op=self.op, seq=self.seq))
         return found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ..contract import Caps, torch_stream
 from ..errors import CommBackendError, CommTimeout, Unavailable, Unsupported
+from ..host_collectives import REDUCTIONS, HostCollectives, as_bytes, land, landing, packed
 from ..netlink import FOR_EVER, NetTransport, backend
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["GlooTransport", "NcclTransport"]
 
 
-class GlooTransport(NetTransport):
+class GlooTransport(HostCollectives, NetTransport):
     """Collectives on CPU tensors over gloo: works wherever TCP does."""
 
     name: ClassVar[str] = "gloo"
@@ -32,29 +33,12 @@ class GlooTransport(NetTransport):
             raise Unavailable(f"gloo moves CPU tensors, not {device.type} ones", "use nccl")
         backend("ProcessGroupGloo")
 
-    def _all_gather(self, dsts: Sequence[Tensor], src: Tensor, stream: int | None) -> None:
-        self._all_to_all(dsts, [src] * self.size, stream)
-
     def _all_to_all(self, dsts: Sequence[Tensor], srcs: Sequence[Tensor], stream: int | None) -> None:
-        packed = {id(s): _packed(s) for s in srcs}
-        landing = [_landing(d) for d in dsts]
+        kept = {id(s): packed(s) for s in srcs}
+        landed = [landing(d) for d in dsts]
         deadline = time.monotonic() + self.timeout_s
-        self._swap([_bytes(t) for t in landing], [_bytes(packed[id(s)]) for s in srcs], deadline)
-        _land(dsts, landing)
-
-    def _reduce_scatter(self, dst: Tensor, srcs: Sequence[Tensor], op: str, stream: int | None) -> None:
-        parts = [torch.empty(dst.shape, dtype=dst.dtype) for _ in range(self.size)]
-        self._all_to_all(parts, srcs, stream)
-        dst.copy_(_reduced(parts, op))
-
-    def _all_reduce(self, dst: Tensor, src: Tensor, op: str, stream: int | None) -> None:
-        flat = _packed(src).view(-1)
-        pieces = flat.tensor_split(self.size)
-        mine = torch.empty_like(pieces[self.rank])
-        self._reduce_scatter(mine, pieces, op, stream)
-        out = _landing(dst)
-        self._all_gather(out.view(-1).tensor_split(self.size), mine, stream)
-        _land([dst], [out])
+        self._swap([as_bytes(t) for t in landed], [as_bytes(kept[id(s)]) for s in srcs], deadline)
+        land(dsts, landed)
 
 
 class NcclTransport(NetTransport):
@@ -133,11 +117,11 @@ class NcclTransport(NetTransport):
 
     def _all_to_all(self, dsts: Sequence[Tensor], srcs: Sequence[Tensor], stream: int | None) -> None:
         with self._on(stream):
-            packed = {id(s): _packed(s) for s in srcs}
-            landing = [_landing(d) for d in dsts]
-            outs, ins = [_bytes(t) for t in landing], [_bytes(packed[id(s)]) for s in srcs]
+            kept = {id(s): packed(s) for s in srcs}
+            landed = [landing(d) for d in dsts]
+            outs, ins = [as_bytes(t) for t in landed], [as_bytes(kept[id(s)]) for s in srcs]
             self._enqueue(lambda: self._nccl.alltoall(outs, ins))
-            _land(dsts, landing)
+            land(dsts, landed)
 
     def _reduce_scatter(self, dst: Tensor, srcs: Sequence[Tensor], op: str, stream: int | None) -> None:
         from torch._C._distributed_c10d import ReduceScatterOptions
@@ -145,9 +129,9 @@ class NcclTransport(NetTransport):
         options = ReduceScatterOptions()
         options.reduceOp = _reduce_op(op)
         with self._on(stream):
-            ins, out = [_packed(s) for s in srcs], _landing(dst)
+            ins, out = [packed(s) for s in srcs], landing(dst)
             self._enqueue(lambda: self._nccl.reduce_scatter([out], [ins], options))
-            _land([dst], [out])
+            land([dst], [out])
 
     def _all_reduce(self, dst: Tensor, src: Tensor, op: str, stream: int | None) -> None:
         from torch._C._distributed_c10d import AllreduceOptions
@@ -155,61 +139,19 @@ class NcclTransport(NetTransport):
         options = AllreduceOptions()
         options.reduceOp = _reduce_op(op)
         with self._on(stream):
-            out = _landing(dst)
+            out = landing(dst)
             out.copy_(src)
             self._enqueue(lambda: self._nccl.allreduce([out], options))
-            _land([dst], [out])
+            land([dst], [out])
 
 
 # -- helpers
 # --------------------------------------------------------------------------------------------------------------
 
 
-def _plain(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _packed(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` or a contiguous copy of its values."""
-    return tensor.detach() if _plain(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _landing(dst: Tensor) -> Tensor:
-    """Return ``dst`` if bytes can be received right into it, else a buffer that ``_land`` copies from."""
-    return dst.detach() if _plain(dst) else torch.empty(dst.shape, dtype=dst.dtype, device=dst.device)
-
-
-def _land(dsts: Sequence[Tensor], landing: Sequence[Tensor]) -> None:
-    for dst, landed in zip(dsts, landing, strict=True):
-        if not _plain(dst):
-            dst.detach().copy_(landed)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-_OPS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
-
-
 def _reduce_op(op: str) -> Any:
     from torch._C._distributed_c10d import ReduceOp
 
-    if op not in _OPS:
-        raise Unsupported(f"reduction {op!r}: one of {', '.join(_OPS)}")
+    if op not in REDUCTIONS:
+        raise Unsupported(f"reduction {op!r}: one of {', '.join(REDUCTIONS)}")
     return getattr(ReduceOp, op.upper())
-
-
-def _reduced(parts: Sequence[Tensor], op: str) -> Tensor:
-    """Reduce in rank order; 16-bit and 8-bit floats accumulate in fp32."""
-    if op not in _OPS:
-        raise Unsupported(f"reduction {op!r}: one of {', '.join(_OPS)}")
-    narrow = parts[0].is_floating_point() and parts[0].dtype.itemsize < 4
-    total = parts[0].float() if narrow else parts[0]
-    for part in parts[1:]:
-        total = _OPS[op](total, part.float() if narrow else part)
-    return total

@@ -21,12 +21,16 @@ from commbackend.testing import run_ranks
 from commbackend.testing.harness import Setup, load, promises, run_promise
 
 TRANSPORT = "commbackend.transports.userbuffers:UserbuffersTransport"
-#: Ways to run the conformance suite; beyond the first only promises about moving bytes, with the first of --ranks.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "kernel-waits": {"waits": "kernel"},
-    "ctas": {"comm_ctas": 8},
-    "ipc": {"ipc": True},
+NVSHMEM = "commbackend.transports.nvshmem_:NvshmemTransport"
+#: Ways to run the conformance suite: transport and options. Those with options only run the promises about moving
+#: bytes, with the first of --ranks.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": (TRANSPORT, {}),
+    "kernel-waits": (TRANSPORT, {"waits": "kernel"}),
+    "ctas": (TRANSPORT, {"comm_ctas": 8}),
+    "ipc": (TRANSPORT, {"ipc": True}),
+    "nvshmem": (NVSHMEM, {}),
+    "nvshmem-far": ("gpu_transports:FarNvshmem", {}),
 }
 #: Environments a second run of some checks is made in.
 QUEUES: dict[str, dict[str, str]] = {
@@ -85,17 +89,23 @@ def options_for(ranks: int, **more: Any) -> dict[str, Any]:
 
 
 def conformance(table: Table, ranks: int, variant: str, patience_s: float) -> None:
-    kind = load(TRANSPORT)
+    transport, options = VARIANTS[variant]
+    kind = load(transport)
+    try:
+        kind.probe(torch.device("cuda", 0))
+    except CommBackendError as e:
+        table.add(f"conformance/{variant}", ranks, lambda why=str(e): why)
+        return
     for promise in promises():
         name = f"conformance/{variant}/{promise.name}"
         if not issubclass(kind, promise.role):
             continue
-        if VARIANTS[variant] and not promise.fn.__module__.endswith("moving"):
+        if options and not promise.fn.__module__.endswith("moving"):
             continue
         if why := promise.needs(kind.caps):
             table.add(name, ranks, lambda why=why: why)
             continue
-        setup = Setup(TRANSPORT, "cuda", options_for(ranks, **VARIANTS[variant]), patience_s)
+        setup = Setup(transport, "cuda", options_for(ranks, **options), patience_s)
 
         def work(promise: Any = promise, setup: Any = setup) -> None:
             limit_s = 3 * patience_s + 60
