@@ -89,7 +89,7 @@ def test_errors_carry_call_code_size_rank_device_and_hint() -> None:
         CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
         CUmemorytype=SimpleNamespace(CU_MEMORYTYPE_UNIFIED=4), cuMemGetInfo=lambda: (0, 1234, 5678),
     )  # fmt: skip
-    d = Driver(3, rank=5, api=fake, nvrtc=None)
+    d = Driver(3, rank=5, api=fake, nvrtc=None, batch=lambda *_: 0)
     error = d.error("cuMemMap", code.CUDA_ERROR_NOT_PERMITTED, 4096)
     assert isinstance(error, DriverError) and (error.call, error.code) == ("cuMemMap", "CUDA_ERROR_NOT_PERMITTED")
     for word in ("cuMemMap of 4096 bytes", "CUDA_ERROR_NOT_PERMITTED (800)", "rank 5", "cuda:3", "IMEX"):

@@ -145,6 +145,7 @@ DEATH = """
 """
 
 
+@pytest.mark.slow  # it takes 5 s, and once the survivors of ULFM did not end in 90
 def test_a_death_is_noticed_where_mpi_is_fault_tolerant() -> None:
     """The suite's promise, with survivors: Open MPI's ULFM."""
     found = ranks(DEATH, 3, "--with-ft", "ulfm")

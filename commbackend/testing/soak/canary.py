@@ -117,5 +117,10 @@ def faults(dice: random.Random, transport: str, count: int) -> tuple[Counter[str
     Kinds: "abort" from another thread, "late" (a rank that stays away beyond the deadline), "cut" (the connection of
     two ranks), "break" (an unexpected exception in the middle of a call). Deaths and stops are in ``lost``.
     """
-    found = run_world(_many, _SIZE, transport, dice.randrange(1 << 30), count, timeout_s=_PATIENCE_S + count)
+    logger = logging.getLogger("commbackend")
+    level = logger.level
+    try:
+        found = run_world(_many, _SIZE, transport, dice.randrange(1 << 30), count, timeout_s=_PATIENCE_S + count)
+    finally:
+        logger.setLevel(level)  # ranks that are threads have changed it here
     return found[0][0], [text for _, wrong in found for text in wrong]
