@@ -1,4 +1,4 @@
-"""The transport ``mpi`` outside its suite (``mpi/test_mpi_conformance.py``): whose MPI it uses, deaths, odd messages."""
+"""The transport ``mpi`` outside its suite (``mpi/test_mpi_conformance.py``): whose MPI it uses, deaths, odd bytes."""
 
 from __future__ import annotations
 
