@@ -214,10 +214,13 @@ class Harness:
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
         logger = logging.getLogger("commbackend")
+        level = logger.level
         logger.addHandler(handler)
+        logger.setLevel(logging.WARNING)  # whatever the process has chosen to see
         try:
             yield seen
         finally:
+            logger.setLevel(level)
             logger.removeHandler(handler)
 
     def later(self, seconds: float, call: Callable[[], Any]) -> threading.Timer:
