@@ -7,6 +7,8 @@ Any number of ranks a host will do.
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import threading
 import time
@@ -179,12 +181,15 @@ def test_a_cable_that_is_cut(hosts: tuple[int, ...]) -> None:
     """
     if not Path("/sys/class/net/net0").exists():
         pytest.skip("net0 is not here: start this with scripts/multihost")
+    tc = shutil.which("tc", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+    if tc is None:
+        pytest.skip("tc is not installed (package iproute2)")
     comm = commbackend.init(WORLD, device="cpu", transport="mpi", timeout_s=2.0, init_timeout_s=60.0)
     x, w = torch.randn(40, 64), torch.randn(48, 64)
     commbackend.all_gather_matmul(x, w, comm)
     comm.barrier()
     cutter = WORLD.rank == WORLD.size - 1
-    nothing = ["tc", "qdisc", "replace", "dev", "net0", "root", "tbf", "rate", "1kbit", "burst", "10", "latency", "1ms"]
+    nothing = [tc, "qdisc", "replace", "dev", "net0", "root", "tbf", "rate", "1kbit", "burst", "10", "latency", "1ms"]
     try:
         if cutter:
             subprocess.run(nothing, check=True)
@@ -197,7 +202,7 @@ def test_a_cable_that_is_cut(hosts: tuple[int, ...]) -> None:
     finally:
         if cutter:
             time.sleep(1.0)  # until all have noticed
-            subprocess.run(["tc", "qdisc", "del", "dev", "net0", "root"], check=True)
+            subprocess.run([tc, "qdisc", "del", "dev", "net0", "root"], check=True)
     comm.close()
     again = WORLD.Ibarrier()
     until = time.monotonic() + 40
