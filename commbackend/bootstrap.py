@@ -7,7 +7,6 @@ MASTER_ADDR:MASTER_PORT, or, under mpi4py, at an address that all of them have r
 from __future__ import annotations
 
 import array
-import atexit
 import contextlib
 import errno
 import fcntl
@@ -18,7 +17,6 @@ import os
 import secrets
 import shutil
 import socket
-import stat
 import sys
 import tempfile
 import time
@@ -29,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import Launch
 from .errors import CommTimeout, ConfigError
+from .meeting import Meeting, Member, publish
 from .topology import addresses
 
 if TYPE_CHECKING:
@@ -73,8 +72,12 @@ def launcher_store(launch: Launch, timeout_s: float) -> tuple[Store, Closer | No
         )
     uid = os.getuid()
     key = hashlib.sha256(f"{launch.dialect}/{launch.job}/{launch.size}".encode()).hexdigest()[:16]
-    meeting = _Meeting(Path(tempfile.gettempdir()) / f"commbackend-{uid}-{key}", _opened)
-    path = meeting.open() if launch.rank == 0 else meeting.find(time.monotonic() + timeout_s, launch, timeout_s)
+    meeting = Meeting(Path(tempfile.gettempdir()) / f"commbackend-{uid}-{key}", _opened)
+    try:
+        deadline = time.monotonic() + timeout_s
+        path = meeting.open(deadline) if launch.rank == 0 else meeting.find(deadline)
+    except TimeoutError as e:
+        raise CommTimeout(f"{launch.describe()}: {e} within {timeout_s:g} s", rank=0, op="init") from None
     return c10d.FileStore(str(path), launch.size), lambda healthy: meeting.close()
 
 
@@ -102,190 +105,6 @@ def _farewell(store: Store, rank: int, size: int) -> Closer:
             log.debug("commbackend: rank %d: closing the store: %s", rank, str(e).splitlines()[0])
 
     return close
-
-
-# -- one host: a private directory
-# ----------------------------------------------------------------------------------------------------------
-
-
-def _publish(path: Path, content: bytes, lock: int) -> int:
-    """Make ``path``, locked from the moment it can be seen. Returns its descriptor, which holds the lock."""
-    draft = path.with_name(f"draft-{secrets.token_hex(8)}")
-    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    fcntl.flock(fd, lock)
-    os.write(fd, content)
-    os.rename(draft, path)
-    return fd
-
-
-class _Member:
-    """A shared lock on a file of a directory that several processes use: the last to leave removes the directory.
-
-    A process leaves when it closes its group or exits; one that was killed has left too. Only where all were killed
-    something stays, until the next job sweeps it away.
-    """
-
-    def __init__(self, path: Path, fd: int, remove: Callable[[], None]) -> None:
-        self._path, self.fd, self._remove, self._pid = path, fd, remove, os.getpid()
-        atexit.register(self.leave)
-
-    @classmethod
-    def join(cls, path: Path, remove: Callable[[], None]) -> _Member | None:
-        """Become a member; None if the directory is gone, or going."""
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        if os.fstat(fd).st_nlink == 0:
-            os.close(fd)
-            return None
-        return cls(path, fd, remove)
-
-    def leave(self) -> None:
-        """Local, idempotent, does not wait."""
-        fd, self.fd = self.fd, -1
-        if fd < 0:
-            return
-        os.close(fd)
-        if os.getpid() != self._pid:
-            return  # a fork's copy
-        atexit.unregister(self.leave)
-        # Everybody gives up the own lock before trying for all, so that of several who leave at once one succeeds.
-        with contextlib.suppress(OSError):  # others are still there, or it is gone
-            last = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(last, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._remove()
-            finally:
-                os.close(last)
-
-
-class _Meeting:
-    """A private directory where the processes of a job find the file of their store.
-
-    Rank 0 holds a lock on the pointer file as long as it lives, so that what a dead job left is told from a live one
-    without asking for process ids (which containers hide).
-    """
-
-    def __init__(self, directory: Path, attempt: int) -> None:
-        self.directory, self.pointer = directory, directory / f"current-{attempt}"
-        self._fd, self._name = -1, ""
-        self._member: _Member | None = None
-
-    def open(self) -> Path:
-        """Make a new store file, publish it, and return its path. Rank 0."""
-        _sweep(self.directory)
-        self._name = f"store-{secrets.token_hex(8)}"
-        for attempt in range(10):
-            _private(self.directory)
-            try:
-                fd = _publish(self._members, b"", fcntl.LOCK_SH)
-                break
-            except FileNotFoundError:  # the last of an earlier meeting of this job has just removed the directory
-                if attempt == 9:
-                    raise
-        self._member = _Member(self._members, fd, self._remove)
-        self._fd = _publish(self.pointer, self._name.encode(), fcntl.LOCK_EX)
-        return self.directory / self._name
-
-    @property
-    def _members(self) -> Path:
-        return self.directory / self._name.replace("store-", "members-")
-
-    def find(self, deadline: float, launch: Launch, budget_s: float) -> Path:
-        """Return the path that rank 0 has published, waiting for it until ``deadline``."""
-        while True:
-            self._name = self._read()
-            self._member = _Member.join(self._members, self._remove) if self._name else None
-            if self._member is not None:
-                return self.directory / self._name
-            if time.monotonic() >= deadline:
-                raise CommTimeout(
-                    f"{launch.describe()}: rank 0 has not opened {self.pointer} within {budget_s:g} s",
-                    rank=0,
-                    op="init",
-                )
-            time.sleep(0.005)
-
-    def _read(self) -> str:
-        try:
-            fd = os.open(self.pointer, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return ""
-        try:
-            if os.fstat(fd).st_uid != os.getuid():
-                raise ConfigError(f"{self.pointer} belongs to user {os.fstat(fd).st_uid}, not to this one")
-            if not _locked(fd):
-                return ""  # left behind by a job that has ended
-            name = os.read(fd, 64).decode("ascii", "replace")
-            return name if name.startswith("store-") and "/" not in name else ""
-        finally:
-            os.close(fd)
-
-    def close(self) -> None:
-        """Leave. Local, idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-        if self._member is not None:
-            self._member.leave()
-
-    def _remove(self) -> None:
-        with contextlib.suppress(OSError):
-            if self.pointer.read_bytes() == self._name.encode():  # not that of a later meeting
-                self.pointer.unlink()
-        for path in (self.directory / self._name, self._members):
-            path.unlink(missing_ok=True)
-        if not any(map(_live, _held(self.directory))):  # a later meeting of the same job may use it
-            shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def _locked(fd: int, probe: int = fcntl.LOCK_SH) -> bool:
-    """Whether a lock is held that excludes ``probe``."""
-    try:
-        fcntl.flock(fd, probe | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
-
-
-def _private(directory: Path) -> None:
-    """Make ``directory`` with mode 0700, or check that it is one and this user's."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(directory, 0o700)
-    found = os.lstat(directory)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(
-            f"{directory} must be a directory of user {os.getuid()} with mode 0700; found user {found.st_uid}, mode"
-            f" {stat.filemode(found.st_mode)}; remove it or set TMPDIR"
-        )
-
-
-def _sweep(keep: Path) -> None:
-    """Remove the directories of this user's jobs that were killed."""
-    for directory in keep.parent.glob(f"commbackend-{os.getuid()}-*"):
-        if directory == keep or os.lstat(directory).st_uid != os.getuid():
-            continue
-        held = _held(directory)
-        if held and not any(map(_live, held)):
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def _held(directory: Path) -> list[Path]:
-    """The files whose locks say that somebody uses ``directory``."""
-    return [*directory.glob("current-*"), *directory.glob("members-*")]
-
-
-def _live(path: Path) -> bool:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return True  # somebody else is at work on it
-    try:
-        return _locked(fd, fcntl.LOCK_EX)
-    finally:
-        os.close(fd)
 
 
 # -- several hosts: an address
@@ -494,23 +313,23 @@ def _byte() -> Any:
     return MPI.BYTE
 
 
-def _shared_file(wire: _MpiWire) -> tuple[Path, _Member] | None:
+def _shared_file(wire: _MpiWire) -> tuple[Path, Member] | None:
     """Return a private directory of rank 0 that every rank has proven to see, or None if some do not."""
     nonce, made, fd = b"", b"", -1
     if wire.rank == 0:
         made = os.fsencode(tempfile.mkdtemp(prefix=f"commbackend-{os.getuid()}-mpi-"))
         nonce = secrets.token_bytes(16)
-        fd = _publish(Path(os.fsdecode(made)) / _MPI_MEMBERS, nonce, fcntl.LOCK_SH)
+        fd = publish(Path(os.fsdecode(made)) / _MPI_MEMBERS, nonce, fcntl.LOCK_SH)
     told = wire.exchange(nonce + made)[0]
     path = Path(os.fsdecode(told[16:]))
 
     def remove() -> None:
         shutil.rmtree(path, ignore_errors=True)
 
-    member = _Member(path / _MPI_MEMBERS, fd, remove) if wire.rank == 0 else None
+    member = Member(path / _MPI_MEMBERS, fd, remove) if wire.rank == 0 else None
     try:
         if (path / _MPI_MEMBERS).read_bytes() == told[:16] and os.lstat(path).st_uid == os.getuid():
-            member = member or _Member.join(path / _MPI_MEMBERS, remove)
+            member = member or Member.join(path / _MPI_MEMBERS, remove, time.monotonic() + wire.timeout_s)
     except OSError as e:
         log.debug("commbackend: rank %d does not see %s: %s", wire.rank, path, e)
     if all(v == b"1" for v in wire.exchange(b"1" if member is not None else b"0")) and member is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,13 +12,14 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from commbackend import bootstrap, topology
+from commbackend import bootstrap, meeting, topology
 from commbackend.config import Launch
 from commbackend.errors import CommAborted, CommTimeout, ConfigError, PeerDied
 from commbackend.group import Group, _pack, _unpack, process_group_of, resolve_group
@@ -486,25 +488,24 @@ def test_what_a_dead_job_left_is_not_believed(tmp_path: Path, monkeypatch: pytes
     """A job of the same name was killed: its files are ignored by who waits, and replaced by the new rank 0."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     directory = tmp_path / f"commbackend-{os.getuid()}-0123"
-    dead = bootstrap._Meeting(directory, 1)
-    old = dead.open()
+    dead = meeting.Meeting(directory, 1)
+    old = dead.open(_soon())
     os.close(dead._fd)  # what the kernel does when the process is killed
     os.close(dead._member.fd)
     dead._fd = dead._member.fd = -1
-    launch = Launch("slurm", 1, 2, 1, 2, "job")
-    waiting = bootstrap._Meeting(directory, 1)
-    error = raises(CommTimeout, waiting.find, time.monotonic() + 0.2, launch, 0.2)
-    assert error.rank == 0
-    new = bootstrap._Meeting(directory, 1)
-    path = new.open()
-    assert path != old and waiting.find(time.monotonic() + 1, launch, 1) == path
+    waiting = meeting.Meeting(directory, 1)
+    with pytest.raises(TimeoutError, match="rank 0 has not opened"):
+        waiting.find(time.monotonic() + 0.2)
+    new = meeting.Meeting(directory, 1)
+    path = new.open(_soon())
+    assert path != old and waiting.find(_soon()) == path
     assert directory.stat().st_mode & 0o777 == 0o700
-    other = bootstrap._Meeting(tmp_path / f"commbackend-{os.getuid()}-4567", 1)
-    other.open()  # sweeps dead neighbours, not live ones
+    other = meeting.Meeting(tmp_path / f"commbackend-{os.getuid()}-4567", 1)
+    other.open(_soon())  # sweeps dead neighbours, not live ones
     assert directory.exists()
     os.close(new._fd)
     new._fd = -1
-    bootstrap._sweep(other.directory)
+    meeting._sweep(other.directory)
     assert path.with_name(path.name.replace("store", "members")).exists()  # others of that job are still there
     waiting.close()
     new.close()
@@ -513,15 +514,72 @@ def test_what_a_dead_job_left_is_not_believed(tmp_path: Path, monkeypatch: pytes
     assert not other.directory.exists()
 
 
+def test_the_end_of_one_meeting_spares_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last process of a meeting removes the directory while rank 0 publishes the next one in it."""
+    first, second = (meeting.Meeting(tmp_path / f"commbackend-{os.getuid()}-0123", n) for n in (1, 2))
+    first.open(_soon())
+    late = threading.Thread(target=lambda: second.open(_soon()))
+
+    def removed_slowly(path: Path, **kwargs: object) -> None:
+        late.start()  # at the worst moment: nobody was there when we looked
+        late.join(0.3)
+        removed(path, ignore_errors=True)
+
+    removed = shutil.rmtree
+    monkeypatch.setattr(meeting.shutil, "rmtree", removed_slowly)
+    first.close()
+    monkeypatch.undo()
+    late.join(10)
+    there = meeting.Meeting(second.directory, 2)
+    assert there.find(_soon()).name.startswith("store-")
+    for left in (there, second):
+        left.close()
+    assert not second.directory.exists()
+
+
+def test_many_meetings_of_one_job_in_a_row(tmp_path: Path) -> None:
+    """Processes come and go at any moment; each round all of them find the same file, and nothing stays."""
+    directory = tmp_path / f"commbackend-{os.getuid()}-0123"
+
+    def attend(rank: int) -> list[str]:
+        found = []
+        for n in range(100):
+            here = meeting.Meeting(directory, n)
+            path = here.open(_soon()) if rank == 0 else here.find(_soon())
+            with path.open("a") as f:  # as a store would: fails if the directory is gone
+                f.write("x")
+            found.append(path.name)
+            arrived.wait(10)
+            here.close()
+        return found
+
+    arrived = threading.Barrier(4)
+    with ThreadPoolExecutor(4) as pool:
+        names = list(pool.map(attend, range(4)))
+    assert all(n == names[0] for n in names) and len(set(names[0])) == 100
+    assert not directory.exists()
+
+
+def test_who_holds_the_directory_does_not_hang_the_others(tmp_path: Path) -> None:
+    here = meeting.Meeting(tmp_path / f"commbackend-{os.getuid()}-0123", 1)
+    here.directory.mkdir(mode=0o700)
+    with meeting._alone(here.directory), pytest.raises(TimeoutError, match="lock"):
+        here.open(time.monotonic() + 0.1)
+
+
+def _soon() -> float:
+    return time.monotonic() + 10.0
+
+
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
     open_to_all = tmp_path / "commbackend-x"
     open_to_all.mkdir(mode=0o777)
     open_to_all.chmod(0o777)
     with pytest.raises(ConfigError, match="mode 0700"):
-        bootstrap._private(open_to_all)
+        meeting._private(open_to_all)
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="mode 0700"):
-        bootstrap._private(tmp_path / "link")
+        meeting._private(tmp_path / "link")
 
 
 # -- topology

@@ -101,6 +101,8 @@ def _bounded_loop(loop: ast.While) -> bool:
 
 
 def _blocks(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute) and call.func.attr in ("flock", "lockf"):
+        return "LOCK_NB" not in ast.unparse(call)
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in BLOCKING:
         return False
     name, owner, place = call.func.attr, ast.unparse(call.func.value), BLOCKING[call.func.attr]
@@ -150,6 +152,7 @@ PLANTED = [
     "queue_.get()\nfuture.result()",
     "subprocess.run(['x'])",
     "process.communicate(b'')",
+    "fcntl.flock(fd, fcntl.LOCK_EX)",
     "K = '''extern \"C\" void f() { while (true) { if (*slot) break; } }'''",
     "K = '''POLL: ld.acquire x; @p bra POLL;'''",
 ]
@@ -159,6 +162,7 @@ HARMLESS = [
     "while i < n:\n    i += 1",
     "while True:\n    if time.monotonic() > deadline:\n        raise TimeoutError\n    poll()",
     "thread.join(5.0)\nevent.wait(timeout=1)\nlock.acquire(timeout=2)\nlock.acquire(blocking=False)",
+    "fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)",
     "', '.join(names)\nos.path.join(a, b)\nsubprocess.run(['x'], timeout=3)",
     "K = '''while (true) { if (now_ns() > end) break; }'''",
 ]
