@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from commbackend.commands.doctor import versions
 from commbackend.contract import GemmProblem, GemmSegment
-from commbackend.doctor import versions
 from commbackend.gemm.torch_blocks import TorchBlocks
 from commbackend.gemm.torch_mm import TorchMM
 

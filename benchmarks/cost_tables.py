@@ -1,4 +1,4 @@
-"""Assemble ``commbackend/cost_tables``: measured figures from ``results/``, published rates where nothing was measured.
+"""Assemble ``commbackend/tuning/cost_tables``: measured figures from ``results/``, published rates for the rest.
 
 ``python benchmarks/cost_tables.py`` writes the tables that the package ships. Figures of one kind that stand here by
 themselves were measured on the same two H200s on 2026-11-30 with torch 2.11, CUDA events, medians, slowest rank.
@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from commbackend.bench.names import GEMM
-from commbackend.costs import CostTable
+from commbackend.tuning.costs import CostTable
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -127,7 +127,7 @@ def gb200() -> CostTable:
 def main() -> None:
     """Write the shipped tables."""
     for name, table in (("h200", h200()), ("gb200-published", gb200())):
-        path = ROOT / "commbackend/cost_tables" / f"{name}.json"
+        path = ROOT / "commbackend/tuning/cost_tables" / f"{name}.json"
         path.write_text(_text(table))
         assert CostTable.from_json(path.read_text()) == CostTable.from_json(table.to_json())
         print(f"{path.relative_to(ROOT)}: {sum(len(v) for v in table.gemm.values())} products")

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from commbackend.copy_kernels import Kernels
-from commbackend.cuda_driver import Driver
-from commbackend.cuda_prepared import _MemOp
+from commbackend.gpu.copy_kernels import Kernels
+from commbackend.gpu.driver import Driver
+from commbackend.gpu.prepared import _MemOp
 
 CALLS, ROUNDS = 400, 5
 

@@ -34,7 +34,7 @@ _HOME = {
     "init": "communicator",
     "matmul_all_reduce": "ops",
     "matmul_reduce_scatter": "ops",
-    "name_layers": "layer_names",
+    "name_layers": "tuning.layer_names",
     "parallelize": "integrations.module",
     "reduce_scatter": "ops",
     "stats": "communicator",
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from .errors import UnsupportedDtype as UnsupportedDtype
     from .integrations.module import full_state_dict as full_state_dict
     from .integrations.module import parallelize as parallelize
-    from .layer_names import name_layers as name_layers
     from .ops import all_gather as all_gather
     from .ops import all_gather_matmul as all_gather_matmul
     from .ops import all_reduce as all_reduce
@@ -71,6 +70,7 @@ if TYPE_CHECKING:
     from .ops import matmul_all_reduce as matmul_all_reduce
     from .ops import matmul_reduce_scatter as matmul_reduce_scatter
     from .ops import reduce_scatter as reduce_scatter
+    from .tuning.layer_names import name_layers as name_layers
 
 
 def __getattr__(name: str) -> Any:

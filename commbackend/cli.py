@@ -19,10 +19,13 @@ __all__ = ["commands", "main"]
 _COMMANDS = {
     "bench": ("bench", "measure collectives, GEMMs and overlap, with raw data"),
     "demo": ("demo", "train a small language model tensor-parallel and show what overlapped"),
-    "doctor": ("doctor", "say which transports and GEMM providers work here, and what would make the others work"),
-    "plan": ("plan_cli", "print, check and draw the plan of an operation"),
-    "trace": ("trace", "record what overlapped in one call"),
-    "tune": ("tune", "measure the candidates for a shape and keep the best"),
+    "doctor": (
+        "commands.doctor",
+        "say which transports and GEMM providers work here, and what the others lack",
+    ),
+    "plan": ("commands.plan", "print, check and draw the plan of an operation"),
+    "trace": ("commands.trace", "record what overlapped in one call"),
+    "tune": ("tuning.tune", "measure the candidates for a shape and keep the best"),
 }
 
 

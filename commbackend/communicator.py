@@ -17,31 +17,32 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from . import choices, names, registry, schedules
-from .binding import Bound
-from .chooser import Chooser
+from . import names, registry, schedules
+from .commands.record import describe, sizes
+from .commands.trace import PHASE_LANE, call_name
 from .config import Config, resolve
 from .contract import GemmProvider
-from .engine import Engine
 from .errors import CommAborted, ConcurrentUse, ConfigError, ShapeError, Unavailable, Unsupported
-from .exchange import exchanges
-from .explaining import costs_of, explain_call, problem_of, topology_of
+from .execution.binding import Bound
+from .execution.engine import Engine
+from .execution.exchange import exchanges
+from .execution.graphs import GraphEngine
 from .flight import Flight, on_signal
-from .graphs import GraphEngine
 from .group import Group, process_group_of, resolve_group
 from .metrics import Meter, metrics
 from .plan import Knobs, Problem
-from .record import describe, sizes
 from .select import Choice, connect
 from .stock import Stock
-from .trace import PHASE_LANE, call_name
+from .tuning import choices
+from .tuning.chooser import Chooser
+from .tuning.explaining import costs_of, explain_call, problem_of, topology_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .contract import Caps
-    from .lanes import Recorder
-    from .tune import Call
+    from .execution.lanes import Recorder
+    from .tuning.tune import Call
 
 __all__ = ["Communicator", "explain", "init", "resolve_communicator", "stats"]
 
@@ -484,7 +485,7 @@ class Communicator:
         Raises:
             Unsupported: ``torch.use_deterministic_algorithms(True)`` holds.
         """
-        from .tune import tune
+        from .tuning.tune import tune
 
         self._live()
         tune(self, self.chooser.calls() if calls is None else calls, costs=costs_of(self), seconds=seconds)

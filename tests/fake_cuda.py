@@ -26,10 +26,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from commbackend import copy_kernels
 from commbackend.contract import Caps, Rendezvous, Window
-from commbackend.cuda_driver import Driver, tensor_at
-from commbackend.cuda_symmetric import CudaSymmetric
+from commbackend.gpu import copy_kernels
+from commbackend.gpu.driver import Driver, tensor_at
+from commbackend.gpu.symmetric import CudaSymmetric
 from commbackend.transports.mnnvl import MnnvlTransport
 from commbackend.transports.userbuffers import UserbuffersTransport
 

@@ -16,14 +16,15 @@ import pytest
 import torch
 from fake_cuda import FakeCuda, FakeUserbuffers, _store, _word, gpus
 
-from commbackend import binding, communicator, streams
+from commbackend import communicator
 from commbackend.communicator import Communicator
 from commbackend.config import resolve
 from commbackend.contract import GemmProblem, GemmProvider, GemmSegment, SumProvider
-from commbackend.engine import Engine
+from commbackend.execution import binding, streams
+from commbackend.execution.engine import Engine
+from commbackend.execution.reduction import reduce_into
 from commbackend.gemm.torch_mm import TorchMM
 from commbackend.metrics import Meter
-from commbackend.reduction import reduce_into
 from commbackend.testing import run_threads
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ import torch
 from fake_cuda import FakeCuda, _InProcess, _OnFake, _word
 
 from commbackend.contract import Caps
-from commbackend.nvshmem_library import Nvshmem
+from commbackend.gpu.nvshmem_library import Nvshmem
 from commbackend.transports.nvshmem_ import NvshmemTransport
 
 _PATIENCE_S = 20.0

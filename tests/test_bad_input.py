@@ -23,12 +23,13 @@ import torch
 from ops_world import CPU, ints, spmd
 from torch.distributed import HashStore
 
-from commbackend import chooser, communicator, nn, ops
+from commbackend import communicator, nn, ops
 from commbackend.communicator import Communicator, init
 from commbackend.config import resolve
 from commbackend.errors import CollectiveMismatch, CommAborted, CommTimeout, ConcurrentUse, PeerDied, ShapeError
 from commbackend.group import Group
 from commbackend.testing import run_ranks, run_threads
+from commbackend.tuning import chooser
 
 ROOT = Path(__file__).resolve().parent.parent
 

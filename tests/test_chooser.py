@@ -13,18 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from commbackend import choices, ops, schedules
-from commbackend.choices import Choices, Entry
-from commbackend.chooser import Chooser
+from commbackend import ops, schedules
 from commbackend.communicator import Communicator
 from commbackend.config import Config, resolve
 from commbackend.contract import Caps
-from commbackend.costs import load_table
 from commbackend.errors import ConfigError, Unsupported
-from commbackend.explaining import topology_of
-from commbackend.keys import Key, bucket, key_of, typical
 from commbackend.plan import Knobs, Problem
 from commbackend.testing import run_threads
+from commbackend.tuning import choices
+from commbackend.tuning.choices import Choices, Entry
+from commbackend.tuning.chooser import Chooser
+from commbackend.tuning.costs import load_table
+from commbackend.tuning.explaining import topology_of
+from commbackend.tuning.keys import Key, bucket, key_of, typical
 
 VIEWS = Caps("cpu", one_sided=True, peer_view=True, copy_lanes=0)
 GPU = Caps("cuda", one_sided=True, stream_ordered=True, copy_engine=True)
@@ -200,7 +201,7 @@ def test_files_round_trip_and_replace_each_other_whole(tmp_path: Path) -> None:
     writer = textwrap.dedent(
         """
         import sys
-        from commbackend import choices
+        from commbackend.tuning import choices
         made = choices.load(sys.argv[1], source="x")
         for _ in range(40):
             choices.save(made, sys.argv[1])

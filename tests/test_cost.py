@@ -14,11 +14,11 @@ from commbackend import schedules
 from commbackend.bench import validate
 from commbackend.bench.report import load
 from commbackend.contract import Caps
-from commbackend.cost import Timeline, lower_bound_us, predict, simulate, stock_us
-from commbackend.costs import CostTable, Topology, load_table, shipped, topology
 from commbackend.errors import ConfigError, PlanError
 from commbackend.plan import Buffer, Copy, Gemm, Knobs, Plan, Problem, Program, Put, Region, Segment, Wait, data_slot
 from commbackend.schedules.symmetric import symmetric_plan
+from commbackend.tuning.cost import Timeline, lower_bound_us, predict, simulate, stock_us
+from commbackend.tuning.costs import CostTable, Topology, load_table, shipped, topology
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
 GPU = Caps("cuda", one_sided=True, peer_view=True, stream_ordered=True, copy_engine=True)

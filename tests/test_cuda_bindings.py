@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from fake_cuda import FakeCuda
 
-from commbackend import copy_kernels, cuda_driver
-from commbackend.copy_kernels import compile_source, moves
-from commbackend.cuda_driver import Driver, DriverError
 from commbackend.errors import HeapExhausted, Unavailable
+from commbackend.gpu import copy_kernels
+from commbackend.gpu import driver as cuda_driver
+from commbackend.gpu.copy_kernels import compile_source, moves
+from commbackend.gpu.driver import Driver, DriverError
 
 
 def _bindings() -> tuple[Any, Any]:

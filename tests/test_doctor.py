@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from commbackend import cli, doctor, registry
+from commbackend import cli, registry
+from commbackend.commands import doctor
 from commbackend.config import settings
 from commbackend.reach import Verdict
 from commbackend.topology import Place, Topology
@@ -38,7 +39,7 @@ def test_help_offers_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     known = cli.commands()
     assert "doctor" in known and "doctor" in said
     for name, (module, _) in cli._COMMANDS.items():
-        home = ROOT / "commbackend" / module
+        home = ROOT / "commbackend" / module.replace(".", "/")
         there = home.with_suffix(".py").exists() or (home / "__init__.py").exists()
         assert there == (name in known) == (f"\n  {name} " in said), name
     for flag, word in (("--help", "commands:"), ("--version", "commbackend 0.")):

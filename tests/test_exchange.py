@@ -13,7 +13,7 @@ from plan_machine import run_calls
 from commbackend.check import check
 from commbackend.contract import Caps, DeviceSlotTable, ExchangeProvider, OneSided
 from commbackend.errors import Unsupported
-from commbackend.exchange import Exchanger, aligned, exchanges
+from commbackend.execution.exchange import Exchanger, aligned, exchanges
 from commbackend.plan import EXCHANGE_PROGRAMS, Knobs, Problem
 from commbackend.schedules import default_knobs, plan, supports
 

@@ -7,7 +7,7 @@ import torch
 from ops_world import spmd_gpus
 
 from commbackend import ops
-from commbackend.reduction import reduce_into
+from commbackend.execution.reduction import reduce_into
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commbackend import netlink
 from commbackend.config import resolve
 from commbackend.errors import CommAborted, CommBackendError, CommTimeout, PeerDied, Unavailable, Unsupported
 from commbackend.group import Group
+from commbackend.host import netlink
 from commbackend.testing import TransportSuite, run_ranks
 from commbackend.transports.torch_dist import GlooTransport, NcclTransport
 

@@ -16,11 +16,11 @@ from test_engine import case, problems
 
 import commbackend
 from commbackend import schedules
-from commbackend.chooser import Chosen
 from commbackend.contract import Caps, Collective
-from commbackend.engine import Engine
 from commbackend.errors import CommBackendError, CommTimeout, ShapeError
+from commbackend.execution.engine import Engine
 from commbackend.plan import Knobs, Problem
+from commbackend.tuning.chooser import Chosen
 
 
 def by_schedule(comm: Any, fake: FakeCuda, polling: bool) -> int:

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from commbackend import bootstrap, meeting, topology
+from commbackend import topology
 from commbackend.config import Launch
 from commbackend.errors import CommAborted, CommTimeout, ConfigError, PeerDied
-from commbackend.group import Group, _pack, _unpack, process_group_of, resolve_group
+from commbackend.group import Group, _pack, _unpack, bootstrap, meeting, process_group_of, resolve_group
 from commbackend.testing import run_ranks, run_threads
 
 ROOT = Path(__file__).parent.parent
@@ -389,7 +389,7 @@ def test_mpi4py(tmp_path: Path) -> None:
 def test_mpi4py_without_a_common_directory(tmp_path: Path) -> None:
     """As between hosts: rank 0 serves a store at an address, not loopback, that every rank has reached."""
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    first = "from mpi4py import MPI; import commbackend.bootstrap as b; b._shared_file = lambda wire: None"
+    first = "from mpi4py import MPI; import commbackend.group.bootstrap as b; b._shared_file = lambda wire: None"
     job = _start(_mpirun(3, _script(tmp_path / "job.py", first, "MPI.COMM_WORLD", True)))
     if topology.addresses():
         _judge(_finish(job), 3)

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from commbackend import hostlink
 from commbackend.errors import FAULT_NBYTES, CommAborted, CommTimeout, PeerDied, Unavailable, pack_fault
 from commbackend.group import Group
-from commbackend.hostlink import HostLink
+from commbackend.host import link as hostlink
+from commbackend.host.link import HostLink
 from commbackend.testing import run_ranks, run_threads
 
 CLONE_NEWNET = 0x40000000

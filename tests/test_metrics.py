@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from commbackend import nn, ops
+from commbackend.commands.trace import Span, Trace, call_name, chrome, exposed, load, one_call, recording
 from commbackend.communicator import Communicator
 from commbackend.config import resolve
 from commbackend.errors import ShapeError
-from commbackend.layer_names import name_layers
 from commbackend.metrics import PREFIX, SAMPLED, Meter
 from commbackend.plan import Knobs, Problem
 from commbackend.testing import run_ranks, run_threads
-from commbackend.trace import Span, Trace, call_name, chrome, exposed, load, one_call, recording
+from commbackend.tuning.layer_names import name_layers
 
 CPU = torch.device("cpu")
 PROBLEM, KNOBS = Problem("all_gather_matmul", (8, 8), k=8, n=(8,)), Knobs("push")

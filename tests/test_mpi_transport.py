@@ -18,7 +18,7 @@ from commbackend import registry, select
 from commbackend.config import resolve
 from commbackend.errors import Unavailable
 from commbackend.group import Group
-from commbackend.mpilink import NO_TAG, Mail
+from commbackend.host.mpilink import NO_TAG, Mail
 from commbackend.testing import run_ranks
 from commbackend.transports.mpi import MpiTransport
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from plan_cases import CAPS
 
-from commbackend import autograd
 from commbackend.errors import ShapeError
 from commbackend.layout import columns, cut, empty, gather_counts, matrix, scatter_counts, split
+from commbackend.ops import autograd
 
 
 def test_matrix_is_a_view_where_strides_allow():

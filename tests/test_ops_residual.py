@@ -8,7 +8,7 @@ from ops_world import ints, normal, spmd, spmd_processes
 
 from commbackend import nn, ops
 from commbackend.errors import ConfigError, ShapeError
-from commbackend.reduction import reduce_into
+from commbackend.execution.reduction import reduce_into
 
 K, N = 24, 40
 

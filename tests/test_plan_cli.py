@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from commbackend import schedules
-from commbackend.cost import Timed
-from commbackend.cost import simulate as run
-from commbackend.costs import CostTable
+from commbackend.commands.plan import ROLES, main
+from commbackend.commands.timeline import draw
 from commbackend.errors import PlanError
 from commbackend.plan import Buffer, Copy, Gemm, Knobs, Plan, Problem, Program, Put, Region, Wait
-from commbackend.plan_cli import ROLES, main
-from commbackend.plan_timeline import draw
+from commbackend.tuning.cost import Timed
+from commbackend.tuning.cost import simulate as run
+from commbackend.tuning.costs import CostTable
 
 RATES = CostTable.flat(link_gbyte_s=1.0, memory_gbyte_s=1.0, tflop_s=1.0, launch_us=0.0)
 

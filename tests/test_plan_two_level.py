@@ -12,11 +12,11 @@ from plan_machine import run_calls
 from test_plan_mutants import mutants
 
 from commbackend.check import check
-from commbackend.cost import simulate
-from commbackend.costs import load_table, shipped
 from commbackend.errors import PlanError
 from commbackend.plan import ITEMSIZE, Collective, Copy, Gemm, Knobs, Plan, Problem, Put, Reduce, Signal, Step
 from commbackend.schedules import OPS, candidates, default_knobs, plan, supports
+from commbackend.tuning.cost import simulate
+from commbackend.tuning.costs import load_table, shipped
 
 EVERY = [(op, flags) for op in OPS for flags in FLAGS.get(op, ((),))]
 

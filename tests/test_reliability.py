@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from commbackend import flight, hostmem
+from commbackend import flight
 from commbackend.communicator import Communicator
 from commbackend.config import resolve
 from commbackend.contract import Slot
 from commbackend.errors import CommBackendError, Unavailable
 from commbackend.group import Group
-from commbackend.hostlink import HostLink
+from commbackend.host import memory as hostmem
+from commbackend.host.link import HostLink
 from commbackend.plan import CREDIT
 from commbackend.testing import run_ranks, run_threads
 from commbackend.testing.soak import calls, canary, lost, main, percentile, starting

@@ -12,7 +12,7 @@ import pytest
 
 from commbackend import schedules
 from commbackend.check import check
-from commbackend.check_symmetric import check_symmetric
+from commbackend.check.symmetric import check_symmetric
 from commbackend.contract import Caps
 from commbackend.errors import PlanError
 from commbackend.plan import (

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from commbackend import hostmem, reach, registry, select, topology
+from commbackend import reach, registry, select, topology
 from commbackend.config import Config, resolve
 from commbackend.errors import HeapExhausted
 from commbackend.group import Group
+from commbackend.host import memory as hostmem
 from commbackend.reach import Verdict
 from commbackend.testing import run_ranks
 from commbackend.topology import Place, Topology

@@ -13,9 +13,9 @@ import torch
 
 import commbackend
 from commbackend.contract import GemmProblem, GemmSegment, torch_stream
-from commbackend.cuda_driver import Driver
 from commbackend.gemm.torch_mm import TorchMM
 from commbackend.gemm.triton_launch import CudaDriver
+from commbackend.gpu.driver import Driver
 from commbackend.transports.torch_dist import NcclTransport
 
 FRESH = -1

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import commbackend
-from commbackend import trace
+from commbackend.commands import trace
 from commbackend.communicator import Communicator
 from commbackend.config import resolve
 from commbackend.errors import ConfigError
@@ -147,7 +147,8 @@ comm.close()
 
 def test_command_records_a_script_and_merges(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-c", "import sys; from commbackend.trace import main; sys.exit(main(sys.argv[1:]))"]
+    run = "import sys; from commbackend.cli import main; sys.exit(main(['trace', *sys.argv[1:]]))"
+    command = [sys.executable, "-c", run]
     ranks, port = [], free_port()
     (tmp_path / "out").mkdir()
     for left_by_an_earlier_run in ("rank2.json", "rank10.json", "ranks.json"):
@@ -191,7 +192,7 @@ def test_command_refuses_what_it_cannot_do(tmp_path: Path, capsys: pytest.Captur
 
 def test_pictures_are_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    from commbackend import plots
+    from commbackend.commands import plots
 
     plots.timeline(two_ranks(), tmp_path / "timeline.png", title="t")
     plots.loss_curves({"a": [3.0, 2.0], "b": [3.0, 2.0001]}, tmp_path / "losses.png")
@@ -200,7 +201,7 @@ def test_pictures_are_written(tmp_path: Path) -> None:
 
 
 def test_pictures_without_matplotlib_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from commbackend import plots
+    from commbackend.commands import plots
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(commbackend.Unavailable, match=r"commbackend\[viz\]"):

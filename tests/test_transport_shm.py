@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from commbackend import hostmem
 from commbackend.contract import Slot
 from commbackend.errors import CommAborted, CommBackendError, CommTimeout, HeapExhausted, PeerDied, Unavailable
 from commbackend.group import Group
-from commbackend.hostlink import HostLink
+from commbackend.host import memory as hostmem
+from commbackend.host.link import HostLink
 from commbackend.testing import TransportSuite, run_ranks, run_threads
 from commbackend.transports.shm import ShmTransport
 

@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from commbackend import choices, ops, tune
+from commbackend import ops
 from commbackend.communicator import Communicator, init
 from commbackend.config import resolve
-from commbackend.costs import CostTable, Topology
 from commbackend.errors import CommBackendError, ConfigError, Unsupported
-from commbackend.keys import key_of
 from commbackend.plan import Knobs, Problem
 from commbackend.testing import run_ranks, run_threads
 from commbackend.testing.ranks import RankError
+from commbackend.tuning import choices, tune
+from commbackend.tuning.costs import CostTable, Topology
+from commbackend.tuning.keys import key_of
 
 CPU = torch.device("cpu")
 PROBLEM = Problem("all_gather_matmul", (512, 512), k=64, n=(32,), dtype="float32")

@@ -17,7 +17,6 @@ import torch
 from fake_cuda import CUresult, FakeCuda, FakeUserbuffers, Gpu, gpus
 
 from commbackend.contract import POISON, Slot
-from commbackend.cuda_watch import Watch
 from commbackend.errors import (
     CollectiveMismatch,
     CommAborted,
@@ -27,6 +26,7 @@ from commbackend.errors import (
     ShapeError,
     Unavailable,
 )
+from commbackend.gpu.watch import Watch
 from commbackend.testing import TransportSuite, run_threads
 from commbackend.transports.userbuffers import UserbuffersTransport
 

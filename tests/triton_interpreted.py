@@ -18,10 +18,10 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from commbackend.contract import GemmProblem, GemmSegment
+from commbackend.execution.reduction import reduce_into
 from commbackend.gemm.triton_launch import Runtime
 from commbackend.gemm.triton_reduce import ReduceKernel
 from commbackend.gemm.triton_tile import TileConfig, TritonTile
-from commbackend.reduction import reduce_into
 
 TORCH = {
     "bf16": torch.bfloat16,

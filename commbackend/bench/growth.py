@@ -89,12 +89,12 @@ def _child(op: str, world: int, options: argparse.Namespace) -> dict[str, float]
 def _one(op: str, world: int, where: str) -> dict[str, float]:
     """Plan, prove and simulate one call with a token count that grows with the ranks, in this process."""
     from .. import schedules
-    from ..check_symmetric import check_symmetric
-    from ..cost import simulate
-    from ..costs import load_table, topology
+    from ..check.symmetric import check_symmetric
+    from ..commands.plan import ROLES
     from ..plan import Problem
-    from ..plan_cli import ROLES
     from ..schedules.symmetric import symmetric_plan
+    from ..tuning.cost import simulate
+    from ..tuning.costs import load_table, topology
 
     caps, k, n = ROLES["gpu"], 8192, 7168
     problem = Problem(op, (128,) * world, k=k, n=(n,), dtype="bfloat16")
@@ -135,7 +135,7 @@ def table(report: dict[str, Any]) -> Table:
 
 def draw(report: dict[str, Any], path: str | Path) -> None:
     """Draw time and memory over the number of ranks. Raises Unavailable without matplotlib."""
-    from ..plots import pyplot as load
+    from ..commands.plots import pyplot as load
 
     pyplot = load()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")

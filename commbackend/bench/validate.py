@@ -15,10 +15,10 @@ from typing import Any
 
 from .. import schedules
 from ..contract import Caps
-from ..cost import predict, stock_us
-from ..costs import CostTable, load_table, shipped
 from ..errors import ConfigError
 from ..plan import ITEMSIZE, Knobs, Problem
+from ..tuning.cost import predict, stock_us
+from ..tuning.costs import CostTable, load_table, shipped
 from .names import GEMM, MEMCPY, MOVE, OURS, SEQUENCE
 from .report import Table, load, text
 

@@ -238,7 +238,7 @@ class _Demo:
         self.report.check("every survivor of a killed rank raises", all_raised, seen or _last_words(result))
 
     def _files(self, single: Result, parallel: Result, results: list[Result]) -> None:
-        from .. import plots, trace
+        from ..commands import plots, trace
 
         traces = []
         for rank in range(parallel.run.ranks):

@@ -24,11 +24,11 @@ from torch.nn import functional
 
 import commbackend
 
+from ..commands.trace import Trace, overlap
 from ..communicator import Communicator
 from ..config import launcher
 from ..errors import CommBackendError
 from ..nn import reduce_replicated_grads
-from ..trace import Trace, overlap
 from .model import LanguageModel, ModelConfig, batch
 from .parallel import parallelize
 

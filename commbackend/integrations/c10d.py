@@ -28,12 +28,12 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Work
 from ..communicator import Communicator, init
 from ..config import resolve
 from ..errors import CommBackendError, CommTimeout, Unsupported
-from ..gradients import name as dtype_name
+from ..execution.reduction import reducible
 from ..group import Group
 from ..layout import split
+from ..ops.gradients import name as dtype_name
+from ..ops.unfused import execute
 from ..plan import Problem
-from ..reduction import reducible
-from ..unfused import execute
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from .. import ops
 from ..communicator import Communicator, resolve_communicator
 from ..errors import ConfigError, ShapeError, Unsupported
-from ..gradients import WgradSink
-from ..linear import ColumnParallelLinear, Marked, ParallelModule, RowParallelLinear, Shared, column_parallel
 from ..nn import mark_replicated
+from ..nn.linear import ColumnParallelLinear, Marked, ParallelModule, RowParallelLinear, Shared, column_parallel
+from ..ops.gradients import WgradSink
 from .sharing import SharedInput, share
 
 __all__ = ["Style", "divided", "full_state_dict", "parallelize"]

@@ -35,8 +35,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from .. import ops
 from ..communicator import Communicator, init, resolve_communicator
 from ..errors import Unsupported
-from ..gradients import without_autocast
 from ..group import process_group_of
+from ..ops.gradients import without_autocast
 from .fallback import OFF, refuse
 
 __all__ = ["graph_pass", "install", "managed", "uninstall"]

@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..contract import Caps, Rendezvous
-from ..control import Control, NetPlane
-from ..cuda_driver import Driver, DriverError
-from ..cuda_heap import FabricWire, Heap, VmmHeap
-from ..cuda_symmetric import CudaSymmetric
+from ..host.control import Control, NetPlane
+from ..gpu.driver import Driver, DriverError
+from ..gpu.heap import FabricWire, Heap, VmmHeap
+from ..gpu.symmetric import CudaSymmetric
 from ..errors import HeapExhausted, Unavailable
 
 if TYPE_CHECKING:

@@ -42,9 +42,9 @@ from ..errors import (
     pack_fault,
     unpack_fault,
 )
-from ..hostmem import available
-from ..mpi_collectives import MpiCollectives
-from ..mpilink import INLINE_NBYTES, NO_TAG, URGENT, Mail, MpiLink, join, library, vote
+from ..host.memory import available
+from ..host.mpi_collectives import MpiCollectives
+from ..host.mpilink import INLINE_NBYTES, NO_TAG, URGENT, Mail, MpiLink, join, library, vote
 
 __all__ = ["MpiTransport"]
 

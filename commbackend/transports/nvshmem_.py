@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..contract import Caps, Rendezvous, Slot, Window, Word
-from ..control import Control, NetPlane
-from ..copy_kernels import moves
-from ..cuda_driver import Driver
-from ..cuda_heap import Heap, MappedBuffer, agree_on, together
-from ..cuda_symmetric import CudaSymmetric
-from ..cuda_watch import PendingWaits
+from ..host.control import Control, NetPlane
+from ..gpu.copy_kernels import moves
+from ..gpu.driver import Driver
+from ..gpu.heap import Heap, MappedBuffer, agree_on, together
+from ..gpu.symmetric import CudaSymmetric
+from ..gpu.watch import PendingWaits
 from ..errors import CommBackendError, ConfigError, HeapExhausted, ShapeError, Unavailable, Unsupported
-from ..nvshmem_library import Instance, Nvshmem, NvshmemError, attach, import_nvshmem
+from ..gpu.nvshmem_library import Instance, Nvshmem, NvshmemError, attach, import_nvshmem
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NvshmemTransport"]
 
-#: Options besides those of ``cuda_symmetric``.
+#: Options besides those of ``gpu.symmetric``.
 _OPTIONS: Mapping[str, Any] = {
     "bootstrap": "uid",  # "uid": over the group; "mpi": by NVSHMEM's MPI plugin over mpi4py's COMM_WORLD
     "peer_views": True,  # False: reach peers by puts and gets only, also where their memory is mapped

@@ -24,8 +24,8 @@ from ..errors import (
     Unavailable,
     pack_fault,
 )
-from ..hostlink import HostLink
-from ..hostmem import HostBoard, HostWords, Segment, probe, share
+from ..host.link import HostLink
+from ..host.memory import HostBoard, HostWords, Segment, probe, share
 
 __all__ = ["ShmTransport"]
 

@@ -11,8 +11,8 @@ import torch
 
 from ..contract import Caps, torch_stream
 from ..errors import CommBackendError, CommTimeout, Unavailable, Unsupported
-from ..host_collectives import REDUCTIONS, HostCollectives, as_bytes, land, landing, packed
-from ..netlink import FOR_EVER, NetTransport, backend
+from ..host.collectives import REDUCTIONS, HostCollectives, as_bytes, land, landing, packed
+from ..host.netlink import FOR_EVER, NetTransport, backend
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,5 +1,5 @@
 """CUDA GPUs of one host: CUDA virtual memory whose file descriptors travel over Unix sockets, or CUDA IPC where virtual
-memory is missing. What runs on the GPUs is in ``cuda_symmetric``.
+memory is missing. What runs on the GPUs is in ``gpu.symmetric``.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..contract import Rendezvous
-from ..control import Control, HostControl
-from ..cuda_heap import FdWire, Heap, IpcHeap, VmmHeap
-from ..cuda_symmetric import CudaSymmetric
+from ..host.control import Control, HostControl
+from ..gpu.heap import FdWire, Heap, IpcHeap, VmmHeap
+from ..gpu.symmetric import CudaSymmetric
 
 __all__ = ["UserbuffersTransport"]
 

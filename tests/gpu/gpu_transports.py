@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from commbackend.contract import Caps, Rendezvous
-from commbackend.cuda_symmetric import CudaSymmetric
+from commbackend.gpu.symmetric import CudaSymmetric
 from commbackend.transports.nvshmem_ import NvshmemTransport
 
 

@@ -324,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _document(rows: Sequence[Row], seed: int, seconds: float) -> dict[str, Any]:
-    from ...doctor import versions
+    from ...commands.doctor import versions
 
     return {
         "command": "scripts/soak " + " ".join(sys.argv[1:]),

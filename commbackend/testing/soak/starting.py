@@ -20,7 +20,7 @@ from ...communicator import Communicator
 from ...config import resolve
 from ...errors import CommBackendError, Unavailable, unpack_fault
 from ...group import Group, _unpack
-from ...hostlink import HostLink
+from ...host.link import HostLink
 from ..ranks import RankError, run_ranks
 from .traffic import CPU, connect, leftovers, one_call
 

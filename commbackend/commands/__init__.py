@@ -1,0 +1,1 @@
+"""What the ``commbackend`` command runs beside ``demo``, ``bench`` and ``tune``."""

@@ -1,0 +1,1 @@
+"""The engine: the only place that executes a plan."""

@@ -1,0 +1,1 @@
+"""Which plan a call gets, and why: rules, predictions, measured tables, files."""
